@@ -1,4 +1,5 @@
-"""Every public name is documented: a docstring, its arguments, its result, its errors and an example that runs.
+"""Every public name is documented: a docstring, its arguments, its result and its errors. Every public class and
+function has one example that runs; what belongs to it refers to that example.
 
 `public()` finds the names: the classes and functions in the `__all__` of `MODULES`, the methods of these classes, and
 the classes that public functions return. One case checks one name. These are the only exceptions:
@@ -7,8 +8,10 @@ the classes that public functions return. One case checks one name. These are th
   than a docstring, and a line of docs/operation-reference.md. Its name starts with a prefix of `CONTRACT`.
 - A method without a docstring that overrides another one has that one's documentation. So has a method that overrides
   one of torch's (`append`, `extra_repr`); `forward` needs its own.
-- The example of a method may be in the docstring of its class, if it calls the method there. For `forward` that is any
-  example.
+- A method needs no example of its own if its class has one, or a public class that inherits it.
+- A class that takes the arguments of its parent, such as `GELU`, has the parent's example. The Args of a class may
+  leave out an argument that the docstring of a parent describes.
+- The Example of a function may name another public name, whose example shows both: "See `octavo.ops.Rule`."
 - A class that users only receive from a function needs no example, and a property no more than a docstring.
 """
 
@@ -218,7 +221,8 @@ def complaints(name):
     asked, told = parameters(name.thing), entries(found.get("Args", ""))
     if is_value(name.thing):
         told += entries(found.get("Attributes", ""))
-    wrong += [f"Args lacks {each}." for each in asked if each not in told]
+    of_parents = [each for parent in parents_of(name.thing) for each in entries(sections(parent).get("Args", ""))]
+    wrong += [f"Args lacks {each}." for each in asked if each not in (*told, *of_parents)]
     wrong += [f"Args has {each}, which the signature has not." for each in told if each not in asked]
     result = None if inspect.isclass(name.thing) else name.thing.__annotations__.get("return")
     if result not in (None, "None") and not {"Returns", "Yields"} & set(found):
@@ -230,14 +234,26 @@ def complaints(name):
     return wrong
 
 
-def example(doc):
+def parents_of(thing):
+    """The docstrings of a class's parents in Octavo."""
+    return [inspect.cleandoc(parent.__doc__ or "") for parent in getattr(thing, "__mro__", ())[1:] if is_ours(parent)]
+
+
+def example(thing):
+    """The text of the Example of a class or function, if it has code to run."""
+    doc = inspect.cleandoc(thing.__doc__ or "")
     return "".join(text for title, text in sections(doc).items() if title.startswith("Example") and ">>>" in text)
 
 
 def has_example(name):
-    of_class = example(inspect.getdoc(name.owner) or "") if name.owner else ""
-    calls = of_class if last(name) == "forward" else f".{last(name)}(" in of_class
-    return bool(example(documentation(name)) or calls)
+    if name.owner is not None:
+        heirs = [each.thing for each in PUBLIC if name.owner in getattr(each.thing, "__mro__", ())]
+        return any(map(example, (name.thing, name.owner, *heirs)))
+    if inspect.isclass(name.thing):
+        takes = constructor(name.thing)
+        return any(map(example, [cls for cls in name.thing.__mro__ if is_ours(cls) and constructor(cls) is takes]))
+    named = re.search(r"^    See `(\S+)`\.$", sections(documentation(name)).get("Example", ""), re.MULTILINE)
+    return bool(example(name.thing) or (named and example(pkgutil.resolve_name(named[1]))))
 
 
 PUBLIC = public()

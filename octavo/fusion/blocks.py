@@ -38,7 +38,7 @@ OF_BLOCKS = ("parallel_mode", "column_blocks")  # keywords of Linear that LayerN
 
 
 def _check_settings(block: type, settings: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
-    """Raises for keywords that neither the block nor its Linears take."""
+    """Raise for keywords that neither the block nor its Linears take."""
     title, own = block.__name__, signature(block).parameters
     if settings.get("return_bias"):
         raise UnsupportedConfig(
@@ -52,7 +52,7 @@ def _check_settings(block: type, settings: Mapping[str, Any], *, but: tuple[str,
 
 
 def fc1_width(activation: str, ffn_hidden_size: int) -> int:
-    """Returns the output features of a layer before this activation: a gated one takes twice as many as it returns."""
+    """Return the output features of a layer before this activation: a gated one takes twice as many as it returns."""
     check_choice(activation, tuple(KINDS), what="activation")
     check_whole(ffn_hidden_size, what="ffn_hidden_size")
     return ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
@@ -64,7 +64,7 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
 
 
 def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> None:
-    """Tells a norm of the ranks that have it too."""
+    """Tell a norm of the ranks that have it too."""
     if sequence_parallel:
         norm.sum_gradients_over(group)
     elif linear.parallel is not None:
@@ -77,11 +77,11 @@ class _Block(Sequential):
     _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
-    def _check_required(self, layout: Any, told: list[Any]) -> None:
+    def _check_required(self, layout: Any, records: list[Any]) -> None:
         if not any(
             [isinstance(module, Linear) and module._split_over_ranks() is not None for module in self.children()]
         ):
-            super()._check_required(layout, told)  # collectives between the modules keep some from fusing
+            super()._check_required(layout, records)  # collectives between the modules keep some from fusing
 
 
 class LayerNormLinear(_Block):
@@ -156,10 +156,7 @@ class LayerNormMLP(_Block):
     """The MLP of a transformer: a norm, a Linear, an activation and a Linear that run as one.
 
     The norm and the activation write the codes that the Linears multiply. It is a `Sequential` of `norm`, `fc1`,
-    `activation` and `fc2` that requires these fusions. A call in which one is not possible raises an error that says
-    why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds of calls may run unfused without
-    an error: those in a recipe that does not quantize fprop (bf16), the first step of fp8-delayed, and those in a
-    torch.autocast that casts x.
+    `activation` and `fc2` that requires these fusions, with the exceptions of `LayerNormLinear`.
 
     Args:
         hidden_size: the size of the last dim of x and of y.
@@ -215,6 +212,7 @@ class LayerNormMLP(_Block):
     ) -> None:
         _check_settings(LayerNormMLP, settings, but=OF_BLOCKS)
         shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
+        shared |= {"bias": bias, "device": device, "dtype": dtype}
         shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
         again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
         wide = fc1_width(activation, ffn_hidden_size)
@@ -222,18 +220,10 @@ class LayerNormMLP(_Block):
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
             "fc1": Linear(
-                hidden_size,
-                wide,
-                bias,
-                device,
-                dtype,
-                parallel_mode=modes[0],
-                column_blocks=wide // ffn_hidden_size,
-                **again,
-                **shared,
+                hidden_size, wide, parallel_mode=modes[0], column_blocks=wide // ffn_hidden_size, **again, **shared
             ),
             "activation": KINDS[activation](),
-            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),
+            "fc2": Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **shared),
         }
         _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute
@@ -252,7 +242,7 @@ class LayerNormMLP(_Block):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
-        """Runs the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
+        """Run the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
 
         Args:
             input: x [..., hidden_size].

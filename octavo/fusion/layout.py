@@ -1,16 +1,17 @@
 """The layout of a flattened Sequential: its groups of consecutive operations, the sources of extra inputs, the
-destinations of extra outputs, and the operations that the keywords of a call go to.
+destinations of extra outputs, and the operations that the keywords of a call go to; and one call, part by part.
 
 A container is flattened if its `_flattens()` returns True; any other module that is no operation is simply called."""
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.runs import OperationFuser
+from octavo.fusion.stages import Record, Step, Wire
 from octavo.ops.operation import FusibleOperation
 
 
@@ -106,7 +107,7 @@ def taken_apart(sequential: Any) -> Layout:
 
 
 def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the required rules and the allowed refusals, of this Sequential and of those flattened into it."""
+    """Return the required rules and the reasons that excuse one, of this Sequential and of those flattened into it."""
     require, excused = list(sequential.__dict__.get("require", ())), list(sequential._allowed_unsupported)
     for module in sequential._modules.values():
         if opens(module):
@@ -154,12 +155,6 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
     """Return the sources of extra inputs, the destinations of extra outputs and the number of the caller's extra
     inputs. Refuse a channel that does not have exactly one producer, before its users."""
     filled: dict[str, int] = {}
-    names = {
-        channel.name
-        for op in leaves
-        if isinstance(op, FusibleOperation)
-        for channel in op._channels("_output_channels").values()
-    }
     sources: list[tuple[Source, ...]] = []
     drains: list[tuple[tuple[str, bool], ...]] = []
     count = 0
@@ -178,15 +173,7 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                     own.append(Source(count))
                     count += 1
                 elif channel.name not in filled:
-                    where = "a later operation fills it" if channel.name in names else "no operation fills it"
-                    if any(is_container(leaf) for leaf in leaves[:i]):
-                        where += (
-                            " (those of a Sequential with rules or hooks of its own, or that recomputes, stay in it)"
-                        )
-                    raise UnsupportedConfig(
-                        f"Operation {i} ({type(op).__name__}) takes the channel {channel.name!r}, and {where}. A "
-                        "channel is filled by an extra output before it: MakeExtraOutput(channel=...)."
-                    )
+                    _refuse_unfilled(leaves, i, channel.name)
                 else:
                     own.append(Source(-1, channel.name))
             for slot in range(op.num_extra_outputs):
@@ -213,6 +200,19 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
     return tuple(sources), tuple(drains), count
 
 
+def _refuse_unfilled(leaves: Sequence[nn.Module], i: int, name: str) -> NoReturn:
+    """Raise the error for an operation that takes a channel that no operation before it fills."""
+    after = [op._channels("_output_channels").values() for op in leaves[i:] if isinstance(op, FusibleOperation)]
+    is_later = any(channel.name == name for own in after for channel in own)
+    where = "a later operation fills it" if is_later else "no operation fills it"
+    if any(is_container(leaf) for leaf in leaves[:i]):
+        where += " (those of a Sequential with rules or hooks of its own, or that recomputes, stay in it)"
+    raise UnsupportedConfig(
+        f"Operation {i} ({type(leaves[i]).__name__}) takes the channel {name!r}, and {where}. A channel is filled by "
+        "an extra output before it: MakeExtraOutput(channel=...)."
+    )
+
+
 # -- keywords of operations --------------------------------------------------------------------------------------------
 
 
@@ -230,7 +230,7 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
         if not isinstance(own, dict):
             raise TypeError(f"op_kwargs maps an operation to a dict of its keywords, got {type(own).__name__}.")
         for name, value in own.items():
-            found[_taker(layout, leaves, name, target)][name] = value
+            found[_taker(layout, leaves, name)][name] = value
     return found
 
 
@@ -255,30 +255,21 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
         if not -number <= target < number:
             raise IndexError(f"op_kwargs has the index {target}, and this Sequential has {number} modules.")
         leaves = range(*layout.places[target])
-    elif is_container(target):
-        own = list(sequential._modules.values())
-        where = [i for i, m in enumerate(own) if m is target]
-        if len(where) != 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a Sequential that is {len(where)} times in this one. Use its index."
-            )
-        leaves = range(*layout.places[where[0]])
     else:
-        where = [i for i, leaf in enumerate(layout.leaves) if leaf is target]
-        if not where:
-            raise UnsupportedConfig(f"op_kwargs has a {type(target).__name__} that is not in this Sequential.")
-        if len(where) > 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a {type(target).__name__} that is {len(where)} times in this Sequential. Use its index."
-            )
-        leaves = range(where[0], where[0] + 1)
+        flattened = is_container(target)
+        modules = list(sequential._modules.values()) if flattened else layout.leaves
+        where = [i for i, module in enumerate(modules) if module is target]
+        if len(where) != 1:
+            often = f"{len(where)} times in this Sequential. Use its index" if where else "not in this Sequential"
+            raise UnsupportedConfig(f"op_kwargs has a {type(target).__name__} that is {often}.")
+        leaves = range(*layout.places[where[0]]) if flattened else range(where[0], where[0] + 1)
     if not any(isinstance(layout.leaves[i], FusibleOperation) for i in leaves):
         named = type(layout.leaves[leaves[0]]).__name__ if len(leaves) else "an empty Sequential"
         raise UnsupportedConfig(f"op_kwargs are for Octavo's operations, and {named} is not one. Call it outside.")
     return leaves
 
 
-def _taker(layout: Layout, leaves: range, name: str, target: Any) -> int:
+def _taker(layout: Layout, leaves: range, name: str) -> int:
     """Return the index of the one operation among these leaves that takes a keyword."""
     takers = [i for i in leaves if name in getattr(layout.leaves[i], "op_keywords", ())]
     if len(takers) == 1:
@@ -290,3 +281,52 @@ def _taker(layout: Layout, leaves: range, name: str, target: Any) -> int:
     if not takers:
         raise TypeError(f"No operation there takes the keyword {name!r}. Keywords: {titles}.")
     raise UnsupportedConfig(f"{len(takers)} operations there take the keyword {name!r}: {titles}. Name one of them.")
+
+
+# -- one call ----------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """The arguments and the state of one call."""
+
+    layout: Layout
+    extra_inputs: tuple[Any, ...]
+    kwargs: list[dict[str, Any]]  # per leaf
+    channels: dict[str, Any]
+    public: list[Any]
+    records: list[Record] | None
+
+
+def called(part: Part, call: Call, x: Any) -> Any:
+    """Call an ordinary module, or a Sequential that is not flattened, with its share of the caller's extra inputs."""
+    extras, kwargs = extras_of(part, call), call.kwargs[part.first]
+    made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
+    return published(part, call, made)
+
+
+def extras_of(part: Part, call: Call) -> tuple[Any, ...]:
+    return tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
+
+
+def published(part: Part, call: Call, made: Any) -> Any:
+    """Return x from the result of a module. Extra outputs, if it has any, go to the caller."""
+    if not call.layout.shown[part.first]:
+        return made
+    call.public.extend(made[1:])
+    return made[0]
+
+
+def through(part: Part, call: Call, x: Any) -> Any:
+    """Run one part of a call and return its y."""
+    if part.fuser is None:
+        return called(part, call, x)
+    layout, steps = call.layout, []
+    for i, op in enumerate(part.fuser.ops, part.first):
+        extras = tuple([Wire(s.channel) if s.channel else call.extra_inputs[s.place] for s in layout.sources[i]])
+        steps.append(Step(op, extras, call.kwargs[i], i, layout.drains[i]))
+    x, given = part.fuser._run_steps(x, steps, call.channels, call.records)
+    for i, own in enumerate(given, part.first):
+        for t, shown in zip(own, layout.shown[i], strict=True):
+            if shown:
+                call.public.append(t)
+    return x

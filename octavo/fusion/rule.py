@@ -2,27 +2,26 @@
 
     Rule("double-add", (Double, octavo.ops.AddExtraInput), DoubleAdd, conditions=(FITS,))
 
-Rules look at the configs of stages, which are values, so a plan is a function of values and is cached by them. One
-loop matches all rules: longer patterns before shorter ones, then in order; a stage takes part in at most one fused step
-of forward and one of backward. If a pattern is present and its rule does not fire, the loop records the first condition
-that does not hold, for `explain` and for `require`.
+Rules look at the configs of stages, which are values, so a plan (`octavo.fusion.plan`) is a function of values and is
+cached by them.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.basic_operation import BasicOperation
-from octavo.fusion.custom.class_checks import FUSER, check_backward, check_static, forward_of, name_of
-from octavo.fusion.custom.user_fusion import UserFusion
-from octavo.fusion.custom.user_op import Functions, OpConfig
+from octavo.fusion.custom.class_functions import FUSER, check_backward, check_static, forward_of, name_of
+from octavo.fusion.custom.user_layer import Functions, UserFusion
 from octavo.ops.operation import FusibleOperation
 from octavo.runtime.contract import LAYERS
 from octavo.values import Value
 
 SIDES = ("forward", "backward", "both")
+FREE = "no other rule has them"
+KNOWN_SCALE = "scales do not wait for data"  # false in delayed scaling's first step, which no required rule can avoid
 
 
 class Condition(NamedTuple):
@@ -104,7 +103,7 @@ class FusedOperation:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls.op_is_step = cls.step_forward is not None or cls.step_backward is not None
-        forward = forward_of(cls, object, (FUSER,), "fuser_forward")
+        forward = forward_of(cls, (FUSER,), "fuser_forward")
         backward = getattr(cls, FUSER[2], None)
         cls.op_is_legacy = legacy = forward == "fuser_forward"
         if not (forward or backward or cls.op_is_step):
@@ -112,11 +111,11 @@ class FusedOperation:
         if cls.op_is_step and (forward or backward):
             raise TypeError(f"{cls.__name__} defines step_* and fuser_* functions. Define one kind.")
         if legacy:
-            check_static(cls, object, "fuser_forward", "the class is never constructed")
+            check_static(cls, "fuser_forward", "the class is never constructed")
         if legacy or (forward and backward):
-            check_backward(cls, object, FUSER[2], forward, legacy)
+            check_backward(cls, FUSER[2], forward, legacy)
         if backward:
-            check_static(cls, object, FUSER[2], "it sees what was saved")
+            check_static(cls, FUSER[2], "it sees what was saved")
         if not legacy:
             cls._enter()
 
@@ -126,29 +125,16 @@ class FusedOperation:
         given = cls.__dict__.get("op_name", "") if cls.op_is_step else ""
         cls.op_name, cls.title = given or name_of(cls, "fused"), given or cls.__name__
         if not cls.op_is_step:
-            UserFusion(cls.op_name, cls.title, Functions(*[getattr(cls, name, None) for name in FUSER]))
+            functions, where = ([getattr(cls, name, None) for name in FUSER], [f"{cls.title}.{name}" for name in FUSER])
+            UserFusion(cls.op_name, cls.title, Functions(*functions), Functions(*where))
             return
         holder: Any = LAYERS.get(cls.op_name, cls)
         if (holder.__module__, getattr(holder, "__qualname__", "")) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{cls.__name__}.op_name is {cls.op_name!r}, which belongs to another. Choose another.")
         LAYERS[cls.op_name] = cls  # a module that is loaded again replaces its own class
 
-    @classmethod
-    def _function_of(cls, side: str) -> str:
-        """Return the name of the function that runs a side."""
-        return f"step_{side}" if cls.op_is_step else {"forward": FUSER[0], "backward": FUSER[2]}[side]
-
-    @classmethod
-    def _has_side(cls, side: str) -> bool:
-        """Whether the class defines a side."""
-        return getattr(cls, cls._function_of(side), None) is not None
-
     def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
-
-
-def _is_fused(op: Any) -> bool:
-    return isinstance(op, type) and issubclass(op, FusedOperation) and op is not FusedOperation
 
 
 @dataclass(frozen=True)
@@ -182,6 +168,11 @@ class Rule:
         >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Backward(rule),))
         >>> model.explain(torch.ones(2, requires_grad=True)).fired
         ('two-scales',)
+        >>> unregister = ops.register_backward_fusion(rule)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+        >>> unregister()
     """
 
     name: str
@@ -195,7 +186,8 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UnsupportedConfig(f"A rule's name is a string that is not empty, got {self.name!r}.")
-        if not _is_fused(self.op):
+        op: Any = self.op
+        if not isinstance(op, type) or not issubclass(op, FusedOperation) or op is FusedOperation:
             raise UnsupportedConfig(
                 f"{self.name!r} puts a class derived from FusedOperation in the place of its pattern, got {self.op!r}."
             )
@@ -238,25 +230,14 @@ class Rule:
 
         Raises:
             TypeError: its operation defines functions of another side, or lacks one.
-
-        Example:
-            >>> from octavo import ops
-            >>> class TwoScales(ops.FusedOperation):
-            ...     @staticmethod
-            ...     def fuser_backward(configs, saved, grads, wants):
-            ...         scale = configs[0].function.alpha * configs[1].function.alpha
-            ...         return {"x": grads[0] * scale}, {}
-            >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-            >>> rule.on("backward").side
-            'backward'
         """
-        for one in (
-            ("backward", "forward") if side == "backward" else ("forward", "backward")
-        ):  # check the required side first
-            is_asked, has = side in (one, "both"), self.op._has_side(one)
+        names = ("step_forward", "step_backward") if self.op.op_is_step else (FUSER[0], FUSER[2])
+        functions = dict(zip(("forward", "backward"), names, strict=True))
+        for one in sorted(functions, key=lambda one: one != side):  # the required side first
+            is_asked, has = side in (one, "both"), getattr(self.op, functions[one], None) is not None
             if is_asked != has and not self.op.op_is_legacy:
                 also = f"defines a {one} too, which would never run. Register it for both."
-                why = also if has else f"defines no {self.op._function_of(one)}."
+                why = also if has else f"defines no {functions[one]}."
                 raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} {why}")
         return replace(self, side=side)
 
@@ -274,28 +255,13 @@ def Forward(rule: Rule) -> Rule:
     """Return the rule for forward, to pass to `Sequential(rules=...)`.
 
     Args:
-        rule: a rule whose operation defines fuser_forward_compute and fuser_forward_save_ctx.
+        rule: a rule whose operation defines fuser_forward_compute and fuser_forward_save_ctx, and nothing else.
 
     Returns:
-        A copy of the rule for forward.
-
-    Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
+        A copy of the rule, `rule.on("forward")`.
 
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_forward_compute(configs, inputs):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return inputs[0].x * scale, ((), ()), ((), ())
-        ...     @staticmethod
-        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
-        ...         return (None,) * 4, (None,) * 4
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Forward(rule),))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
+        See `octavo.ops.Rule`.
     """
     return rule.on("forward")
 
@@ -304,25 +270,13 @@ def Backward(rule: Rule) -> Rule:
     """Return the rule for backward, to pass to `Sequential(rules=...)`.
 
     Args:
-        rule: a rule whose operation defines fuser_backward.
+        rule: a rule whose operation defines fuser_backward, and nothing else.
 
     Returns:
-        A copy of the rule for backward.
-
-    Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
+        A copy of the rule, `rule.on("backward")`.
 
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_backward(configs, saved, grads, wants):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return {"x": grads[0] * scale}, {}
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Backward(rule),))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
+        See `octavo.ops.Rule`.
     """
     return rule.on("backward")
 
@@ -334,29 +288,10 @@ def Joint(rule: Rule) -> Rule:
         rule: a rule whose operation defines fuser_forward_compute, fuser_forward_save_ctx and fuser_backward.
 
     Returns:
-        A copy of the rule for forward and backward together.
-
-    Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
+        A copy of the rule, `rule.on("both")`.
 
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_forward_compute(configs, inputs):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return inputs[0].x * scale, ((), ()), ((), ())
-        ...     @staticmethod
-        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
-        ...         return (), ()
-        ...     @staticmethod
-        ...     def fuser_backward(configs, saved, grads, wants):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return {"x": grads[0] * scale}, {}
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Joint(rule),))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
+        See `octavo.ops.Rule`.
     """
     return rule.on("both")
 
@@ -421,8 +356,7 @@ def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], N
     """Register a rule for forward of every Sequential, those that exist included.
 
     Args:
-        rule: a rule whose operation defines fuser_forward_compute and fuser_forward_save_ctx.
-            Its name must differ from those of Octavo's own rules.
+        rule: a rule for `Forward`. Its name must differ from those of Octavo's own rules.
         prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
             before them.
 
@@ -434,99 +368,41 @@ def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], N
         UnsupportedConfig: one of Octavo's own rules has that name.
 
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_forward_compute(configs, inputs):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return inputs[0].x * scale, ((), ()), ((), ())
-        ...     @staticmethod
-        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
-        ...         return (None,) * 4, (None,) * 4
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> unregister = ops.register_forward_fusion(rule)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
-        >>> unregister()
+        See `octavo.ops.Rule`.
     """
     return _registered(rule, "forward", prepend)
 
 
 def register_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Register a rule for backward of every Sequential, those that exist included.
+    """Register a rule for backward of every Sequential, as `register_forward_fusion` does for forward.
 
     Args:
-        rule: a rule whose operation defines fuser_backward.
-            Its name must differ from those of Octavo's own rules.
-        prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
-            before them.
+        rule: a rule for `Backward`.
+        prepend: whether the rule is tried before the registered ones.
 
     Returns:
         A function without arguments that unregisters the rule.
 
-    Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
-        UnsupportedConfig: one of Octavo's own rules has that name.
-
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_backward(configs, saved, grads, wants):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return {"x": grads[0] * scale}, {}
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> unregister = ops.register_backward_fusion(rule)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
-        >>> unregister()
+        See `octavo.ops.Rule`.
     """
     return _registered(rule, "backward", prepend)
 
 
 def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Register a rule for forward and backward together of every Sequential, those that exist included.
+    """Register a rule for forward and backward of every Sequential, as `register_forward_fusion` does for forward.
 
     Args:
-        rule: a rule whose operation defines fuser_forward_compute, fuser_forward_save_ctx and fuser_backward.
-            Its name must differ from those of Octavo's own rules.
-        prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
-            before them.
+        rule: a rule for `Joint`.
+        prepend: whether the rule is tried before the registered ones.
 
     Returns:
         A function without arguments that unregisters the rule.
 
-    Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
-        UnsupportedConfig: one of Octavo's own rules has that name.
-
     Example:
-        >>> from octavo import ops
-        >>> class TwoScales(ops.FusedOperation):
-        ...     @staticmethod
-        ...     def fuser_forward_compute(configs, inputs):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return inputs[0].x * scale, ((), ()), ((), ())
-        ...     @staticmethod
-        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
-        ...         return (), ()
-        ...     @staticmethod
-        ...     def fuser_backward(configs, saved, grads, wants):
-        ...         scale = configs[0].function.alpha * configs[1].function.alpha
-        ...         return {"x": grads[0] * scale}, {}
-        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
-        >>> unregister = ops.register_forward_backward_fusion(rule)
-        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
-        >>> model.explain(torch.ones(2, requires_grad=True)).fired
-        ('two-scales',)
-        >>> unregister()
+        See `octavo.ops.Rule`.
     """
     return _registered(rule, "both", prepend)
-
-
-# -- matching ----------------------------------------------------------------------------------------------------------
 
 
 class NotFired(NamedTuple):
@@ -545,92 +421,3 @@ class NotFired(NamedTuple):
     condition: str
     sentence: str
     by: str = ""
-
-
-class Match(NamedTuple):
-    rule: Rule
-    first: int
-    last: int
-    config: Any = None  # of the layer that replaces these stages, unless the operation is a step
-
-
-def match(
-    configs: list[Any], rules: Groups, tried: Callable[[Rule, int, int], Any]
-) -> tuple[list[Match], list[NotFired]]:
-    """Return the rules that fire, with their stages, and those that do not. A rule that fires and has `changes`
-    replaces its entries of `configs`. `tried` returns the config of a fused operation that is no step, or a string that
-    says why the operation cannot run."""
-    taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # each stage's rule
-    found: list[Match] = []
-    refused: list[NotFired] = []
-    unchanged = list(configs)
-    for rule in _in_order(rules):
-        for first in range(len(configs) - len(rule.pattern) + 1):
-            last = first + len(rule.pattern)
-            if not rule._matches(configs[first:last]):
-                continue
-            spans = _spans(rule, first, last)
-            names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
-            others = [name for name in names if name]
-            # a rule that comes too late is not refused for what the earlier one made of the configs
-            asked = (unchanged if others else configs)[first:last]
-            settings = [c.settings if isinstance(c, OpConfig) else c for c in asked]
-            failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
-            if failing is None and rule.name in others:
-                continue  # the rule has fired here already
-            if failing is None and others:
-                failing = _taken_by(others[0])
-            config = None if rule.op.op_is_step or failing is not None else tried(rule, first, last)
-            if isinstance(config, str):
-                failing = Condition("it can be run", rule._matches, config)
-            if failing is not None:
-                titles = tuple(kind.__name__ for kind in rule.pattern)
-                by = names[0] if failing.name == FREE and len(set(names)) == 1 else ""
-                refused.append(NotFired(rule.name, titles, failing.name, failing.sentence, by))
-                continue
-            for side, (a, b) in spans.items():
-                taken[side][a:b] = [rule.name] * (b - a)
-            if rule.changes is not None:
-                configs[first:last] = rule.changes(configs[first:last])
-            found.append(Match(rule, first, last, config))
-    return found, refused
-
-
-def _holds(condition: Condition, settings: Sequence[Any], rule: Rule) -> bool:
-    try:
-        return condition.holds(settings)
-    except Exception as error:
-        error.add_note(f"Raised by the condition {condition.name!r} of the rule {rule.name!r}, asked of {settings}.")
-        raise
-
-
-def _in_order(rules: Groups) -> Iterator[Rule]:
-    """Yield a Sequential's own rules, then global ones; rules for both sides first; longer patterns first."""
-    for group in rules:
-        for side in ("both", "forward", "backward"):
-            # sorted() keeps the order of rules of one length
-            yield from sorted((r for r in group if r.side == side), key=lambda r: -len(r.pattern))
-
-
-FREE = "no other rule has them"
-KNOWN_SCALE = "scales do not wait for data"  # false in delayed scaling's first step, which no required rule can avoid
-
-
-def _taken_by(name: str) -> Condition:
-    return Condition(FREE, lambda configs: False, f"{name} has taken one of these operations")
-
-
-def _spans(rule: Rule, first: int, last: int) -> dict[str, tuple[int, int]]:
-    """Return the stages that a match takes on each side. A fused operation that is no step takes both sides."""
-    if not rule.op.op_is_step or rule.side == "both":
-        return {"forward": (first + rule.forward_from, last), "backward": (first, last)}
-    return {rule.side: (first, last)}
-
-
-def steps_on(side: str, matches: Sequence[Match]) -> tuple[tuple[str, int, int], ...]:
-    """Return (name, first, last) of the fused steps of one side, in order."""
-    steps = [
-        (match.rule.op.op_name, *_spans(match.rule, match.first, match.last)[side])
-        for match in matches if match.rule.op.op_is_step and match.rule.side in (side, "both")
-    ]  # fmt: skip
-    return tuple(sorted(steps, key=lambda step: step[1]))

@@ -2,65 +2,26 @@
 (`octavo.runtime.chain`), with one forward node and one backward node. Parameters are read at every call."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.communication.tensor_parallel import COLUMN_BLOCKS
 from octavo.errors import UnsupportedConfig
 from octavo.fusion import rule as pattern
 from octavo.fusion.custom.basic_operation import BasicOperation
-from octavo.fusion.custom.legacy import find_fused, outside_for_fused, run_fused, run_legacy, unsupported_if_fused
-from octavo.fusion.plan import (
-    Hidden,
-    Planned,
-    Routes,
-    Run,
-    has_rules,
-    known_plan,
-    planned,
-    planned_now,
-    sketched,
-    steps_of,
-    takes_foreign,
-    tell,
-)
-from octavo.fusion.saved_tensor_report import KeptMemory, saved_tensor_report
+from octavo.fusion.custom.legacy import find_fused, outside, run_fused, run_legacy, unsupported_if_fused
+from octavo.fusion.plan import Hidden, Planned, has_rules, known_plan, tell
+from octavo.fusion.saved_tensor_report import saved_tensor_report
+from octavo.fusion.stages import Record, Step, Wire, connected, names_of, planned_run, run_takes_nodes
 from octavo.ops.inputs import arrived, check_layout
-from octavo.ops.operation import Edge, FusibleOperation, check_columns, has_hooks
+from octavo.ops.operation import FusibleOperation, check_columns, has_hooks
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
-from octavo.runtime import chain
-from octavo.runtime.call import Stage, call, takes_nodes
-from octavo.runtime.dry_run import Miscounted
+from octavo.runtime.call import Stage, call
 from octavo.text import plural
-
-
-class Wire(NamedTuple):
-    """An extra input that comes from a channel."""
-
-    channel: str
-
-
-class Step(NamedTuple):
-    """One operation in one call."""
-
-    op: Any
-    extras: tuple[Any, ...]  # tensors, or Wires
-    kwargs: dict[str, Any]
-    number: int  # its index in the Sequential
-    drains: tuple[tuple[str, bool], ...]  # per extra output: its channel, whether it leaves the group
-
-
-class Told(NamedTuple):
-    """The fate of operations in a call, for explain and require."""
-
-    steps: Sequence[Step]
-    plan: Planned | str  # of their run; or why an operation ran by itself
-    saved_tensors: Sequence[KeptMemory] = ()
 
 
 class OperationFuser:
@@ -88,25 +49,17 @@ class OperationFuser:
             raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
-        self.is_quiet = False
+        self.is_quiet = False  # whether no plan is logged, as `explain` needs
         self._known: tuple[Any, ...] = (None,)  # the global rules at the last lookup, and its result
 
     def op_describe(self) -> str:
         """Return a description of the run for messages."""
         return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
 
-    def _rules(self) -> tuple[int, bool]:
-        """Return the number that identifies the rules in force, and whether one of them is a legacy rule."""
-        if torch.compiler.is_compiling():
-            return self._rules_now(pattern.edition())
-        return self._looked_up()
-
     @while_tracing
-    def _rules_now(self, edition: str) -> tuple[int, bool]:
-        """Look the rules up while tracing. The tracer guards on `edition`, which the caller reads."""
-        return self._looked_up()
-
-    def _looked_up(self) -> tuple[int, bool]:
+    def _rules_in_force(self, edition: str) -> tuple[int, bool]:
+        """Return the number that identifies the rules in force, and whether one of them is a legacy rule. A tracer
+        guards on `edition`, which the caller reads: it changes with the global rules."""
         shared = pattern.global_rules()
         if self._known[0] is not shared:
             groups = ((), ()) if self.rules is None else (self.rules, shared)
@@ -119,36 +72,32 @@ class OperationFuser:
         """Whether a plan has not been logged yet."""
         return plan.key not in self._logged and not self.is_quiet
 
-    def _tell(self, names: Sequence[str], plan: Planned) -> None:
+    def _log(self, names: Sequence[str], plan: Planned) -> None:
         self._logged.add(plan.key)
         tell(names, plan)
 
-    def _keep_quiet(self) -> None:
-        """Stop logging plans, as `explain` needs."""
-        self.is_quiet = True
-
     @while_tracing
-    def _tell_now(self, names: Sequence[str], *at: Any) -> None:
+    def _log_traced(self, names: Sequence[str], *at: Any) -> None:
         """Log a plan that was made while tracing, unless it was logged before."""
         plan = known_plan(*at)
         if self._has_news(plan):
-            self._tell(names, plan)
+            self._log(names, plan)
 
     def _around(
         self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
-        told: list[Any] | None,
+        records: list[Any] | None,
     ) -> tuple[Any, list[tuple[Any, ...]]]:  # fmt: skip
         """Run the operations before a legacy fused operation, the fused operation, and the operations after it."""
         first, last, rule = found
         before: list[tuple[Any, ...]] = []
         after: list[tuple[Any, ...]] = []
         if first:
-            x, before = OperationFuser(self.ops[:first], self.rules)._run_steps(x, steps[:first], channels, told)
+            x, before = OperationFuser(self.ops[:first], self.rules)._run_steps(x, steps[:first], channels, records)
         x = run_fused(rule, self.ops[first:last], x)
-        if told is not None:
-            told.append(Told(steps[first:last], Planned("", (), (rule.name,), ())))
+        if records is not None:
+            records.append(Record(steps[first:last], Planned("", (), (rule.name,), ())))
         if last < len(steps):
-            x, after = OperationFuser(self.ops[last:], self.rules)._run_steps(x, steps[last:], channels, told)
+            x, after = OperationFuser(self.ops[last:], self.rules)._run_steps(x, steps[last:], channels, records)
         return x, [*before, *[()] * (last - first), *after]
 
     def __call__(self, x: Tensor | QTensor, *extras: Tensor) -> Tensor | QTensor | tuple[Tensor | QTensor, ...]:
@@ -163,11 +112,6 @@ class OperationFuser:
 
         Raises:
             UnsupportedConfig: there are more or fewer extra inputs.
-
-        Example:
-            >>> fuser = octavo.ops.OperationFuser([octavo.ops.MakeExtraOutput(), octavo.ops.ConstantScale(2.0)])
-            >>> fuser(torch.ones(2))
-            (tensor([2., 2.]), tensor([1., 1.]))
         """
         count = sum(op.num_extra_inputs for op in self.ops)
         if len(extras) != count:
@@ -183,21 +127,22 @@ class OperationFuser:
         return (y, *away) if away else y
 
     def _run_steps(
-        self, x: Any, steps: list[Step], channels: dict[str, Any], told: list[Any] | None
+        self, x: Any, steps: list[Step], channels: dict[str, Any], records: list[Any] | None
     ) -> tuple[Any, list[tuple[Any, ...]]]:
         """Return y and the extra outputs of each operation, None for those used only inside their run. `channels` are
-        those filled so far; this call fills more. If `told` is a list, runs are appended to it, for explain and
+        those filled so far; this call fills more. If `records` is a list, runs are appended to it, for explain and
         require."""
         x = x if type(x) is Tensor else arrived(x)
-        number, legacy = self._rules()
+        number, legacy = self._rules_in_force(pattern.edition())
         if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.global_rules()))) is not None:
             if not torch.compiler.is_compiling():
-                return self._around(found, x, steps, channels, told)
+                return self._around(found, x, steps, channels, records)
             first, last, rule = found
-            torch._dynamo.graph_break(msg=unsupported_if_fused(rule))  # under fullgraph=True this is the error
-            made: tuple[Any, list[tuple[Any, ...]]] = outside_for_fused(
-                rule, self.ops[first:last], self._around, found, x, steps, channels, told
-            )
+            why = unsupported_if_fused(rule)
+            torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
+            if not all([getattr(op, "strict", True) for op in self.ops[first:last]]):
+                why = ""
+            made: tuple[Any, list[tuple[Any, ...]]] = outside(why, self._around, found, x, steps, channels, records)
             return made
         given: list[tuple[Any, ...]] = []
         at = 0
@@ -208,23 +153,23 @@ class OperationFuser:
             if steps[at].op.parallel is not None:
                 check_columns(self.ops[at:], 0)
             if any([step.kwargs for step in steps[at:end]]) and (cut := _memory_cut(steps[at:end])):
-                _refuse_across(cut, [_connected(step, channels) for step in steps[at:end]], x, number)
+                _refuse_across(cut, [connected(step, channels) for step in steps[at:end]], x, number)
                 end = at + cut
             if end > at + 1 and torch.compiler.is_compiling():
                 end = _without_refused_memory(steps, at, end)
             if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
-                step = _connected(steps[at], channels)
-                if told is not None:
-                    told.append(Told(steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
+                step = connected(steps[at], channels)
+                if records is not None:
+                    records.append(Record(steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
                 x, own = _alone(step, x)
                 given.append(own)
                 end = at + 1
             else:
-                part = [_connected(step, channels) if step.extras else step for step in steps[at:end]]
+                part = [connected(step, channels) if step.extras else step for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
                 if steps[at].op.parallel is not None:
                     x = steps[at].op.op_begin(x)
-                x, made_by_each = _run(part, x, number, told, later, self)
+                x, made_by_each = _run(part, x, number, records, later, self)
                 if steps[end - 1].op.parallel is not None:
                     x = steps[end - 1].op.op_finish(x)
                 given += made_by_each
@@ -234,14 +179,6 @@ class OperationFuser:
                         channels[name] = t
             at = end
         return x, given
-
-
-def _connected(step: Step, channels: dict[str, Any]) -> Step:
-    """Return the step with filled channels in place of its Wires. A Wire from within the same run stays."""
-    if not any([isinstance(t, Wire) for t in step.extras]):
-        return step
-    found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extras]
-    return step._replace(extras=tuple(found))
 
 
 def _run_end(steps: list[Step], at: int, x: Any) -> int:
@@ -299,7 +236,7 @@ def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> No
         if "seed" in step.op.op_keywords:  # or its stage would draw one, and change what is drawn after
             kwargs["seed"] = torch.zeros(2, dtype=torch.int64, device=x.device)
         bare.append(step._replace(kwargs=kwargs))
-    plan = _planned_run(bare, x, rules, (), _takes_nodes(steps, x), None).plan
+    plan = planned_run(bare, x, rules, (), run_takes_nodes(steps, x), None).plan
     for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
         if first < cut < last:
             raise UnsupportedConfig(
@@ -362,17 +299,17 @@ def _run(
     steps: list[Step],
     x: Tensor,
     rules: int,
-    told: list[Any] | None = None,
+    records: list[Any] | None = None,
     later: Collection[str] = (),
     fuser: OperationFuser | None = None,
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """Run the steps as one chain. `later` are the channels that steps after it read."""
     check_layout(type(steps[0].op).__name__, x)
-    as_nodes = _takes_nodes(steps, x)
-    stages, hidden, fields, plan = _planned_run(steps, x, rules, later, as_nodes, fuser)
-    if told is not None:
+    as_nodes = run_takes_nodes(steps, x)
+    stages, hidden, fields, plan = planned_run(steps, x, rules, later, as_nodes, fuser)
+    if records is not None:
         explains = fuser is not None and fuser.is_quiet
-        told.append(Told(steps, plan, saved_tensor_report(_names(steps), plan.key, fields) if explains else ()))
+        records.append(Record(steps, plan, saved_tensor_report(names_of(steps), plan.key, fields) if explains else ()))
     buffers = tuple([t for stage in stages for t in stage.buffers])
     needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
     unchanged = [t for stage in stages for t in stage.unchanged]
@@ -380,7 +317,7 @@ def _run(
         "chain", plan.key, fields[1:], buffers, needs, anchored=anchored, unchanged=unchanged, out=stages[-1].out
     )
     made = call(whole, x, as_nodes, fuser)
-    for stage, (start, stop) in zip(stages, plan.extras, strict=True):
+    for stage, (start, stop) in zip(stages, plan.auxiliary, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])
     given = _given(steps, x, made, hidden)
@@ -389,95 +326,6 @@ def _run(
         return made[0], given
     end = 1 + sum([t is not None for own in given for t in own])
     return op.op_inside(made[0], *made[end : end + op.op_inner_outputs]), given
-
-
-def _takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:
-    """Whether the steps run as nodes of a graph. Groups of meta and fake tensors do, unless backward needs Python
-    objects: their sizes have no values."""
-    ops = [step.op for step in steps]
-    if takes_nodes(ops):
-        return True
-    if not (x.is_meta or isinstance(x, FakeTensor)) or any([op.op_holds_objects() for op in ops]):
-        return False
-    return any([op.op_has_groups for op in ops])
-
-
-class PlannedRun(NamedTuple):
-    """The stages of a run, and its plan."""
-
-    stages: list[Stage]
-    hidden: Hidden
-    fields: tuple[Any, ...]  # x and the stages' inputs
-    plan: Planned
-
-
-def _planned_run(
-    steps: Sequence[Step], x: Tensor, rules: int, later: Collection[str], as_nodes: bool, fuser: OperationFuser | None
-) -> PlannedRun:
-    stages, routes = _stages(steps, Edge.of(x), as_nodes)
-    inside = [(producer, k) for _, _, producer, k in routes]
-    hidden = tuple(
-        [
-            (i, k)
-            for i, s in enumerate(steps)
-            for k, (name, leaves) in enumerate(s.drains)
-            if (i, k) in inside and not leaves and name not in later
-        ]
-    )
-    keys = tuple([stage.key for stage in stages])
-    # the index that messages of users' functions name; 0 in other runs, so that equal runs share a plan
-    first = steps[0].number if any([key.startswith("custom.") for key in keys]) else 0
-    fields = (x, *[t for stage in stages for t in stage.inputs])
-    if torch.compiler.is_compiling():
-        sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
-        plan = Planned(*planned_now(keys, routes, hidden, rules, first, sketches))
-        if fuser is not None:
-            fuser._tell_now(_names(steps), keys, routes, hidden, rules, first)
-    else:
-        plan = planned(keys, routes, hidden, rules, first, fields)
-        if fuser is not None and fuser._has_news(plan):
-            fuser._tell(_names(steps), plan)
-    return PlannedRun(stages, hidden, fields, plan)
-
-
-def _names(steps: Sequence[Step]) -> tuple[str, ...]:
-    return tuple([type(step.op).__name__ for step in steps])
-
-
-def _stages(steps: Sequence[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
-    stages: list[Stage] = []
-    routes: list[tuple[int, int, int, int]] = []
-    filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its extra output, its Edge
-    for i, step in enumerate(steps):
-        wires = [t for t in step.extras if isinstance(t, Wire)]
-        if wires:
-            known = tuple([filled[t.channel][2] if isinstance(t, Wire) else t for t in step.extras])
-            stage = _stage(step._replace(extras=known), x, as_nodes)
-            for t, edge in zip(step.extras, known, strict=True):
-                if isinstance(t, Wire):
-                    at = [
-                        n
-                        for n, given in enumerate(stage.inputs, 1)
-                        if given is edge and (i, n) not in [r[:2] for r in routes]
-                    ]
-                    routes.append((i, at[0], *filled[t.channel][:2]))
-            stage = stage._replace(inputs=tuple([None if isinstance(t, Edge) else t for t in stage.inputs]))
-        else:
-            stage = _stage(step, x, as_nodes)
-        for k, (name, _) in enumerate(step.drains):
-            if name:
-                filled[name] = (i, k, stage.outputs[1 + k])
-        stages.append(stage)
-        x = stage.outputs[0] if stage.outputs else x.after(stage)
-    return stages, tuple(routes)
-
-
-def _stage(step: Step, x: Edge, as_nodes: bool) -> Stage:
-    try:
-        stage: Stage = step.op.op_stage(x, step.extras, step.kwargs, as_nodes)
-    except Miscounted as error:
-        raise RuntimeError(f"Operation {step.number}: {error}") from error
-    return stage
 
 
 def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
@@ -507,14 +355,3 @@ def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: di
     x = x.dequantize() if isinstance(x, QTensor) else x
     y, given = _run([Step(op, extras, kwargs, 0, (("", True),) * op.num_extra_outputs)], x, 0)
     return (y, *given[0]) if given[0] else y
-
-
-def told_run(steps: Sequence[Step], plan: Planned | str) -> Run:
-    """Return a recorded run as the names of its operations and steps."""
-    names = _names(steps)
-    if isinstance(plan, str):
-        return Run(names, names, names)
-    if not plan.key:
-        return Run(names, plan.fired, plan.fired)
-    _, forward, backward = steps_of(chain.layer.config(plan.key))
-    return Run(names, forward, backward)

@@ -29,7 +29,7 @@ class KeptMemory(NamedTuple):
 class SavedTensorReport(tuple[KeptMemory, ...]):
     """The memory that the operations of a call keep for backward: a tuple of `KeptMemory`. It prints as a table.
 
-    Parameters, extra inputs, and codes of weights that are cached or held exist anyway, and do not count.
+    Parameters, extra inputs, and codes of weights that are cached or quantized exist anyway, and do not count.
 
     Example:
         >>> mlp = octavo.Sequential(octavo.Linear(64, 128, recipe="fp8-block"), octavo.ops.GELU())

@@ -7,25 +7,23 @@ Operations may take extra inputs and return extra outputs. The caller passes and
 slot. Those with a channel connect within the Sequential, also across ordinary modules.
 """
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from octavo._torch.pytree import tree_map
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
-from octavo.fusion.layout import Layout, Part, check_there, routed, taken_apart
-from octavo.fusion.plan import Planned, Run
-from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check_name, global_rules
-from octavo.fusion.runs import Step, Told, Wire, told_run
-from octavo.fusion.saved_tensor_report import SavedTensorReport
+from octavo.fusion.explanation import Explanation, explained, run_by_themselves
+from octavo.fusion.layout import Call, Layout, check_there, routed, taken_apart, through
+from octavo.fusion.plan import Planned
+from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, Rule, check_name, global_rules
+from octavo.fusion.stages import Record
 from octavo.ops.inputs import refuse_symbol
 from octavo.ops.operation import WATCHED, FusibleOperation, NoTorchScript, has_hooks
 from octavo.quant import QTensor
@@ -36,36 +34,6 @@ OUTPUT_BUFFER_KEY = "out"
 
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
 """The keyword of a GroupedLinear for the tensor that receives dx, in `op_kwargs` too."""
-
-
-class Explanation(NamedTuple):
-    """The result of `Sequential.explain`: how a call runs. It prints as text.
-
-    Attributes:
-        runs: groups of operations that run together, in order. Each is one node of autograd's graph.
-        fired: names of the fusion rules that apply.
-        refused: rules whose pattern is present and that do not apply, and why.
-        alone: modules and operations that join no run, and why.
-        saved_tensors: the memory that the operations of runs keep for backward; it prints as a table of its own.
-    """
-
-    runs: tuple[Run, ...]
-    fired: tuple[str, ...]
-    refused: tuple[NotFired, ...]
-    alone: tuple[str, ...] = ()  # operations that join no run, and why
-    saved_tensors: SavedTensorReport = SavedTensorReport()
-
-    def __str__(self) -> str:
-        lines = []
-        for run in self.runs:
-            lines.append(f"run of {', '.join(run.ops)}")
-            lines.append(f"  forward   {' | '.join(run.forward)}")
-            lines.append(f"  backward  {' | '.join(run.backward) or 'nothing'}")
-        lines += [f"refused: {r.rule} on {', '.join(r.ops)}: {r.sentence} ({r.condition})" for r in self.refused]
-        return "\n".join([*lines, *[f"by itself: {text}" for text in self.alone]])
-
-
-NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
 
 
 class Sequential(NoTorchScript, nn.Sequential):
@@ -98,6 +66,10 @@ class Sequential(NoTorchScript, nn.Sequential):
         torch.Size([8, 64])
         >>> mlp.explain(torch.ones(8, 64, requires_grad=True)).fired
         ('mlp', 'norm-linear')
+        >>> model = octavo.Sequential(ops.MakeExtraOutput(), ops.Linear(16, 16), ops.AddExtraInput())
+        >>> y, x = model(torch.ones(4, 16), torch.zeros(4, 16), op_kwargs={1: {"is_first_microbatch": True}})
+        >>> y.shape
+        torch.Size([4, 16])
     """
 
     _allowed_unsupported: tuple[str, ...] = (KNOWN_SCALE, WATCHED)  # what may keep a required rule from firing
@@ -241,7 +213,7 @@ class Sequential(NoTorchScript, nn.Sequential):
     def _layout(self) -> Layout:
         stamp = self._stamp()
         if torch.compiler.is_compiling():
-            self._update_now()
+            self._update()
             if self._kept[0] != stamp:  # never true: the comparison makes the tracer guard on the stamp
                 raise RuntimeError("A Sequential changed while it was flattened.")
         elif self._kept[0] != stamp:
@@ -250,15 +222,12 @@ class Sequential(NoTorchScript, nn.Sequential):
         assert found is not None
         return found
 
+    @while_tracing
     def _update(self) -> None:
+        """Flatten anew, outside of a tracer: it cannot make objects that outlive the call."""
         stamp = self._stamp()
         if self._kept[1] is None or self._kept[0] != stamp:
             self._kept = (stamp, taken_apart(self))
-
-    @while_tracing
-    def _update_now(self) -> None:
-        """Update outside of the tracer, which cannot make objects that outlive the call."""
-        self._update()
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -273,7 +242,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
-        """Calls the modules in order, consecutive operations together.
+        """Call the modules in order, consecutive operations together.
 
         Args:
             input: x, the input of the first module.
@@ -290,13 +259,6 @@ class Sequential(NoTorchScript, nn.Sequential):
                 names a module that is no operation of this Sequential, or is in it twice.
             IndexError: `op_kwargs` names an index that does not exist.
             TypeError: `op_kwargs` has a keyword that its operation does not take.
-
-        Example:
-            >>> from octavo import ops
-            >>> model = octavo.Sequential(ops.MakeExtraOutput(), ops.Linear(16, 16), ops.AddExtraInput())
-            >>> y, x = model(torch.ones(4, 16), torch.zeros(4, 16), op_kwargs={1: {"is_first_microbatch": True}})
-            >>> y.shape
-            torch.Size([4, 16])
         """
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
@@ -304,32 +266,32 @@ class Sequential(NoTorchScript, nn.Sequential):
         # the loop is inline, not in a function of its own, so that a graph break in it is a single break
         for part in call.layout.parts:
             if part.legacy is None:
-                x = _through(part, call, x)
+                x = through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                x = outside(part.legacy, x, call.kwargs[part.first])
+                x = outside("", run_legacy, part.legacy, x, call.kwargs[part.first])
             else:
                 x = part.legacy(x, **call.kwargs[part.first])
-        if call.told is not None:
-            self._check_required(call.layout, call.told)
+        if call.records is not None:
+            self._check_required(call.layout, call.records)
         return (x, *call.public) if call.public else x
 
-    def _begun(self, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any] | None = None) -> "_Call":
+    def _begun(self, extra_inputs: tuple[Any, ...], op_kwargs: Any, records: list[Record] | None = None) -> Call:
         layout = self._layout()
-        if told is None and layout.require:
-            told = []
+        if records is None and layout.require:
+            records = []
         if len(extra_inputs) != layout.inputs:
             raise UnsupportedConfig(
                 f"This Sequential takes {plural(layout.inputs, 'extra input')} besides x, got {len(extra_inputs)}. "
                 "They are given in order of the operations that take them."
             )
-        return _Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], told)
+        return Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], records)
 
-    def _check_required(self, layout: Layout, told: list[Any]) -> None:
-        plans = [plan for _, plan, _ in told if isinstance(plan, Planned)]
+    def _check_required(self, layout: Layout, records: list[Record]) -> None:
+        plans = [plan for _, plan, _ in records if isinstance(plan, Planned)]
         fired = [name for plan in plans for name in plan.fired]
         refused = [r for plan in plans for r in plan.refused]
         excused = [r[0] for r in refused if r[2] in layout.excused or r[4] in fired]
-        alone = [(type(steps[0].op).__name__, plan) for steps, plan, _ in told if _is_reason(plan)]
+        alone = run_by_themselves(records)
         for name in layout.require:
             own = [r[3] for r in refused if r[0] == name and r[2] not in (*layout.excused, FREE)]
             if own or (name not in fired and name not in excused):
@@ -347,7 +309,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         text = f"The fusion {name!r} is required and was refused: {why}. {self._way_out}"
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
-            _raise_outside(text)
+            outside(text, None)
         raise UnsupportedConfig(text)
 
     # -- explain ---------------------------------------------------------------------------------------------------
@@ -358,7 +320,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Explanation:
-        """Runs forward on a copy of this Sequential and reports which operations run together, and which rules apply.
+        """Run forward on a copy of this Sequential and report which operations run together, and which rules apply.
 
         The result depends on the inputs: a call without gradients has another plan than one with them.
 
@@ -369,58 +331,8 @@ class Sequential(NoTorchScript, nn.Sequential):
 
         Returns:
             The runs, the rules that apply, and the rules that do not with the reason. Print it, or read its fields.
-
-        Example:
-            >>> from octavo import ops
-            >>> model = octavo.Sequential(ops.Linear(16, 8), ops.GELU())
-            >>> print(model.explain(torch.ones(4, 16)))
-            run of Linear, GELU
-              forward   linear | activation
-              backward  activation | linear
-            refused: activation-bias on Linear, Activation: a backward GEMM in high precision needs dy itself, ...
         """
-        subject = copy.deepcopy(self)
-        told: list[Any] = []
-        args = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
-                for t in (x, *extra_inputs)]  # fmt: skip
-        pairs = dict(zip(self._layout().leaves, subject._layout().leaves, strict=True))
-        given = {
-            pairs.get(k, k) if isinstance(k, nn.Module) else k: tree_map(_own_copy, v)
-            for k, v in (op_kwargs or {}).items()
-        }
-        for module in subject.modules():
-            _take_hooks(module)
-        for fuser in [p.fuser for m in subject.modules() if isinstance(m, Sequential) for p in m._layout().parts]:
-            if fuser is not None:
-                fuser._keep_quiet()
-        gpus = {t.device for t in args if isinstance(t, Tensor) and t.device.type == "cuda"}
-        with torch.random.fork_rng(devices=list(gpus)):
-            subject._tell(args[0], tuple(args[1:]), given or None, told)
-        runs = tuple(
-            told_run(steps, plan) for steps, plan, _ in told if isinstance(plan, Planned) or _makes_node(steps)
-        )
-        alone = tuple(f"{type(steps[0].op).__name__}: {plan}" for steps, plan, _ in told if _is_reason(plan))
-        plans = [plan for _, plan, _ in told if isinstance(plan, Planned)]
-        fired = dict.fromkeys(name for plan in plans for name in plan.fired)
-        refused = tuple(dict.fromkeys(r for plan in plans for r in plan.refused))
-        saved_tensors = SavedTensorReport(entry for one in told for entry in one.saved_tensors)
-        return Explanation(runs, tuple(fired), refused, alone, saved_tensors)
-
-    def _tell(self, x: Any, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any]) -> Any:
-        """Run forward and record in `told` everything that is called, also in Sequentials inside."""
-        call = self._begun(extra_inputs, op_kwargs, told)
-        for part in call.layout.parts:
-            if part.legacy is not None:
-                told.append(Told([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
-                x = run_legacy(part.legacy, x, call.kwargs[part.first])
-            elif isinstance(part.module, Sequential):
-                made = part.module._tell(x, _extras_of(part, call), call.kwargs[part.first] or None, told)
-                x = _published(part, call, made)
-            else:
-                if part.fuser is None:
-                    told.append(Told([Step(part.module, (), {}, part.first, ())], NO_OPERATION))
-                x = _through(part, call, x)
-        return (x, *call.public) if call.public else x
+        return explained(self, (x, *extra_inputs), op_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # no __deepcopy__: it would be found through torch.compile(self) too, whose copy would be the plain Sequential
@@ -438,81 +350,3 @@ def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
         for m in layout.leaves
     ]
     return f"its pattern, {pattern}, is not among {'; '.join(there)}"
-
-
-@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
-def _raise_outside(text: str) -> None:
-    raise UnsupportedConfig(text)
-
-
-def _is_reason(plan: Any) -> bool:
-    """Whether the record of an operation is the reason why it runs by itself, not a plan."""
-    return isinstance(plan, str) and plan != ""
-
-
-def _own_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _take_hooks(module: nn.Module) -> None:
-    """Remove a module's hooks, and mark it, so that `explain` calls none of them."""
-    if has_hooks(module):
-        module.__dict__["op_hooked"] = True
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            hooks.clear()
-
-
-def _makes_node(steps: Any) -> bool:
-    op = steps[0].op
-    return isinstance(op, FusibleOperation) and bool(op.op_makes_node())
-
-
-class _Call(NamedTuple):
-    """The arguments and the state of one call."""
-
-    layout: Layout
-    extra_inputs: tuple[Any, ...]
-    kwargs: list[dict[str, Any]]  # per leaf
-    channels: dict[str, Any]
-    public: list[Any]
-    told: list[Any] | None
-
-
-def _called(part: Part, call: _Call, x: Any) -> Any:
-    """Call an ordinary module, or a Sequential that is not flattened, with its share of the caller's extra inputs."""
-    extras, kwargs = _extras_of(part, call), call.kwargs[part.first]
-    made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
-    return _published(part, call, made)
-
-
-def _extras_of(part: Part, call: _Call) -> tuple[Any, ...]:
-    return tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
-
-
-def _published(part: Part, call: _Call, made: Any) -> Any:
-    """Return x from the result of a module. Extra outputs, if it has any, go to the caller."""
-    if not call.layout.shown[part.first]:
-        return made
-    call.public.extend(made[1:])
-    return made[0]
-
-
-def _through(part: Part, call: _Call, x: Any) -> Any:
-    """Run one part of a call and return its y."""
-    if part.fuser is None:
-        return _called(part, call, x)
-    layout, steps = call.layout, []
-    for i, op in enumerate(part.fuser.ops, part.first):
-        extras = tuple([Wire(s.channel) if s.channel else call.extra_inputs[s.place] for s in layout.sources[i]])
-        steps.append(Step(op, extras, call.kwargs[i], i, layout.drains[i]))
-    x, given = part.fuser._run_steps(x, steps, call.channels, call.told)
-    for i, own in enumerate(given, part.first):
-        for t, shown in zip(own, layout.shown[i], strict=True):
-            if shown:
-                call.public.append(t)
-    return x

@@ -20,9 +20,10 @@ from octavo.errors import (
     nearest,
 )
 from octavo.fusion.blocks import KINDS, fc1_width
+from octavo.fusion.explanation import Explanation
 from octavo.fusion.rule import NotFired
 from octavo.fusion.rules.moe_experts import RULES
-from octavo.fusion.sequential import Explanation, Sequential
+from octavo.fusion.sequential import Sequential
 from octavo.moe.permutation import Permutation, check_permutation, sort
 from octavo.moe.routing import checked_index
 from octavo.ops.grouped_linear import GroupedLinear

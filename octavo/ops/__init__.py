@@ -23,13 +23,8 @@ from octavo.ops.activation import (
     Bias,
     ClampedSwiGLU,
     ConstantScale,
-    Dropout,
     ReGLU,
     ReLU,
-    ScaledClampedSwiGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -38,11 +33,13 @@ from octavo.ops.activation import (
 )
 from octavo.ops.attention import RotaryAttention
 from octavo.ops.collective import AllGather, AllReduce, ReduceScatter, SumGradient
+from octavo.ops.dropout import Dropout
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.linear import Linear
 from octavo.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from octavo.ops.operation import FusibleOperation
 from octavo.ops.quantize import Quantize
+from octavo.ops.scaled_activation import ScaledClampedSwiGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from octavo.ops.views import AddExtraInput, Identity, MakeExtraOutput, Reshape
 from octavo.runtime.contract import import_layers
 

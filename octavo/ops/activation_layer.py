@@ -82,7 +82,7 @@ def vector(t: Tensor | None) -> Tensor | None:
 
 
 class ActivationLayer(Layer):
-    """Applies an elementwise function, with bias, row scales and dropout."""
+    """Apply an elementwise function, with bias, row scales and dropout."""
 
     def title_of(self, config: Config) -> str:
         if config.name != "linear":

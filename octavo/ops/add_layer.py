@@ -28,7 +28,7 @@ def same(config: Config) -> bool:
 
 
 class AddLayer(Layer):
-    """Computes x + extra."""
+    """Compute x + extra."""
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:
         wanted = (0 if "x" in config.grads else None, 1 if "e" in config.grads and same(config) else None)

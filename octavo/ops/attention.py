@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
-from octavo.ops.activation import numbers, values_of
-from octavo.ops.inputs import check_input
+from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation, last_dim
 from octavo.ops.rotary_layer import Config
 from octavo.quant import QTensor
@@ -40,7 +39,7 @@ class RotaryFactors(nn.Module):
         return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Makes the factors anew where the module goes: torch would cast them, or give them memory without values."""
+        """Make the factors anew where the module goes: torch would cast them, or give them memory without values."""
         device = _target(fn, self.own.device)
         kept = {name: self._buffers.pop(name) for name in ("own", "other")}
         try:
@@ -50,14 +49,11 @@ class RotaryFactors(nn.Module):
             self._buffers.update(kept)
         return self
 
-    def _settle(self, place: str) -> None:
-        """Gives factors that are on the meta device values in this place: a state dict that is assigned has none."""
+    @while_tracing
+    def _materialize(self, place: str) -> None:
+        """Give factors that are on the meta device values in this place: a state dict that is assigned has none."""
         if self.own.is_meta and place != "meta":
             self.own, self.other = self._factors(torch.device(place))
-
-    @while_tracing
-    def _settle_now(self, place: str) -> None:
-        self._settle(place)
 
 
 def _target(fn: Callable[[Tensor], Tensor], device: torch.device) -> torch.device:
@@ -128,7 +124,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
-        """Returns the values that each position attends to.
+        """Return the values that each position attends to.
 
         Args:
             input: x [B, T, (heads + 2 · kv_heads) · head_width], in float32, bfloat16 or float16. A QTensor is
@@ -166,10 +162,8 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 f"This RotaryAttention has {self.positions} positions, got a sequence of {len(range(length))}. Make "
                 "it with more: positions=."
             )
-        if torch.compiler.is_compiling():
-            self._settle_now(str(x.device))
-        elif self.own.is_meta:
-            self._settle(str(x.device))
+        if torch.compiler.is_compiling() or self.own.is_meta:
+            self._materialize(str(x.device))
         if x.device != self.own.device:
             raise UnsupportedDevice(f"x is on {x.device} and RotaryAttention on {self.own.device}. Move them together.")
         needs = x.requires_grad and torch.is_grad_enabled()

@@ -44,7 +44,7 @@ class Saved(NamedTuple):
 
 
 class CodedActivationLayer(ActivationLayer):
-    """Applies an elementwise function, and keeps codes of x for backward."""
+    """Apply an elementwise function, and keep codes of x for backward."""
 
     scales = ("x_scale",)
 

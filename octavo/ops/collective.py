@@ -8,13 +8,18 @@ from torch import Tensor, nn
 from octavo.communication import collectives
 from octavo.communication.groups import Group, name_of, process_group, size_now
 from octavo.errors import UnsupportedShape
-from octavo.ops.activation import values_of
+from octavo.ops.inputs import values_of
 from octavo.ops.operation import FusibleOperation
 from octavo.quant import QTensor
 
 
 class _Collective(FusibleOperation, nn.Module):
-    """An operation over a group, of which it keeps the name: a copy, a pickle and a graph have no more than that."""
+    """Base class of operations over a group. It keeps the group's name: a copy, a pickle and a graph have no more.
+
+    Example:
+        >>> octavo.ops.AllReduce()(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
     def __init__(self, group: Group = None) -> None:
         super().__init__()
@@ -32,7 +37,7 @@ class _Collective(FusibleOperation, nn.Module):
         return "collectives are never fused"
 
     def forward(self, input: Tensor | QTensor) -> Tensor | QTensor:
-        """Runs the collective. Every process of the group must call it.
+        """Run the collective. Every process of the group must call it.
 
         Args:
             input: x of this process. A QTensor is dequantized, except by AllGather.
@@ -45,10 +50,6 @@ class _Collective(FusibleOperation, nn.Module):
                 without dims.
             UnsupportedConfig: torch.distributed has no group of this name.
             CollectiveFailed: another process has ended, or calls another collective.
-
-        Example:
-            >>> octavo.ops.AllReduce()(torch.ones(2))
-            tensor([1., 1.])
         """
         x = input if isinstance(input, QTensor) and self._keeps_codes(input) else values_of(input)
         size = size_now(self.group_name)
@@ -58,7 +59,7 @@ class _Collective(FusibleOperation, nn.Module):
         return False
 
     def _reduced(self, x: Any, size: int) -> Tensor | QTensor:
-        """Returns y for this process's x; the group has this size."""
+        """Return y for this process's x; the group has this size."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -66,9 +67,9 @@ class _Collective(FusibleOperation, nn.Module):
 
 
 class AllGather(_Collective):
-    """Concatenates the rows of all processes. dx is the sum over processes of dy's rows for this process.
+    """Concatenate the rows of all processes. dx is the sum over processes of dy's rows for this process.
 
-    A QTensor stays one: its codes and scales are sent as bytes, and its token carries the gradient. Where one scale
+    A QTensor stays one: its codes and scales are sent as bytes, and its anchor carries the gradient. Where one scale
     belongs to all rows (tensorwise, NVFP4's second level), processes may have different ones: the bytes are sent then
     too, and y is a tensor of the values that they stand for.
 
@@ -102,15 +103,10 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """Sums x over processes and returns to each process its part of the rows. dx is the gathered dy of all processes.
+    """Sum x over processes and return to each process its part of the rows. dx is the gathered dy of all processes.
 
     Args:
-        group: the process group: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None for all
-            processes.
-
-    Example:
-        >>> octavo.ops.ReduceScatter()(torch.ones(2, 4)).shape
-        torch.Size([2, 4])
+        group: as in `AllGather`.
     """
 
     def _reduced(self, x: Any, size: int) -> Tensor | QTensor:
@@ -118,15 +114,10 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """Sums x over processes and returns the whole sum to each of them. dx is dy.
+    """Sum x over processes and return the whole sum to each of them. dx is dy.
 
     Args:
-        group: the process group: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None for all
-            processes.
-
-    Example:
-        >>> octavo.ops.AllReduce()(torch.ones(2, 4)).shape
-        torch.Size([2, 4])
+        group: as in `AllGather`.
     """
 
     def _reduced(self, x: Any, size: int) -> Tensor | QTensor:
@@ -134,18 +125,13 @@ class AllReduce(_Collective):
 
 
 class SumGradient(_Collective):
-    """Returns x, which is the same in all processes. dx is the sum of dy over processes: AllReduce the other way.
+    """Return x, which is the same in all processes. dx is the sum of dy over processes: AllReduce the other way.
 
     It goes before operations whose parameters are split over processes, and around parameters that all processes have
     and each uses for its own part of the tokens.
 
     Args:
-        group: the process group: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None for all
-            processes.
-
-    Example:
-        >>> octavo.ops.SumGradient()(torch.ones(2, 4)).shape
-        torch.Size([2, 4])
+        group: as in `AllGather`.
     """
 
     def _reduced(self, x: Any, size: int) -> Tensor | QTensor:
@@ -153,9 +139,10 @@ class SumGradient(_Collective):
 
 
 def _gathered_values(x: QTensor, size: int, group: str, where: str) -> Tensor:
-    """Returns the values of all processes' codes, each by the scales of its own process."""
+    """Return the values of all processes' codes, each by the scales of its own process."""
     collectives.check_rows(x.shape, where)
-    parts = [collectives.gather(t.view(torch.uint8), size, group, where).chunk(size) for t in _rows_first(x)]
+    sent = [t.contiguous().view(torch.uint8) for t in x.tensors()]
+    parts = [collectives.gather(t, size, group, where).chunk(size) for t in sent]
     own = [t.dtype for t in x.tensors()]
     found = []
     for rank in range(size):
@@ -165,7 +152,3 @@ def _gathered_values(x: QTensor, size: int, group: str, where: str) -> Tensor:
     if x.anchor is None:
         return values
     return collectives.joined(values, collectives.gather_anchor(x.anchor, size, group, where))
-
-
-def _rows_first(x: QTensor) -> list[Tensor]:
-    return [t.contiguous() for t in x.tensors()]

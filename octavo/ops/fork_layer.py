@@ -1,7 +1,8 @@
 """A fork inside a chain (`octavo.runtime.chain`) returns x, and x as a side output. dx is the sum of both gradients.
 
-A node returns no alias of its inputs. The side output of a fork that is a chain's first stage is therefore a token, one
-element that looks like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
+A node returns no alias of its inputs. The side output of a fork that is a chain's first stage is therefore a
+gradient anchor, one element that looks like x and carries its gradient, which the caller joins to x
+(`octavo.quant.qtensor.Join`).
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 class ForkLayer(Layer):
-    """Returns x twice."""
+    """Return x twice."""
 
     forks = True
 

@@ -37,6 +37,18 @@ def arrived(x: Any) -> Any:
     return wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
 
 
+def values_of(x: Any) -> Any:
+    """Return x as a plain tensor: dequantize codes, within autograd's graph, and wait for a collective's result."""
+    if type(x) is Tensor:
+        return x
+    return x.dequantize() if isinstance(x, QTensor) else arrived(x)
+
+
+def numbers(x: Tensor | Edge) -> tuple[int, ...]:
+    """Return x's shape for a message, as numbers even where the compiler uses symbols."""
+    return tuple([len(range(n)) for n in x.shape])
+
+
 def strange(tensor: Any, weight: bool = True) -> str:
     """Return why a layer cannot use a tensor as its weight, or as an input, and the way out. Empty if it can."""
     kind = type(tensor)

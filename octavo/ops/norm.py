@@ -15,8 +15,7 @@ from octavo.communication.groups import Group, name_of, size_now
 from octavo.communication.rank_checks import check_parameters
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
-from octavo.ops.activation import numbers, values_of
-from octavo.ops.inputs import check_input, check_weight
+from octavo.ops.inputs import check_input, check_weight, numbers, values_of
 from octavo.ops.norm_layer import Config
 from octavo.ops.operation import Edge, FusibleOperation, has_shape
 from octavo.quant import QTensor
@@ -46,7 +45,7 @@ class _Norm(FusibleOperation, nn.Module):
         self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
-        """Returns the normalized values.
+        """Return the normalized values.
 
         Args:
             input: x [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
@@ -58,16 +57,12 @@ class _Norm(FusibleOperation, nn.Module):
             UnsupportedShape: the trailing dims of x are not `normalized_shape`.
             UnsupportedDtype: x or a parameter has another dtype.
             UnsupportedDevice: x and the parameters are on two devices.
-
-        Example:
-            >>> octavo.ops.LayerNorm(64)(torch.randn(4, 64)).shape
-            torch.Size([4, 64])
         """
         y: Tensor = self.op_run(values_of(input))
         return y
 
     def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
-        """Returns the letters of the gradients to compute, and the config's key."""
+        """Return the letters of the gradients to compute, and the config's key."""
         grads = ""
         if torch.is_grad_enabled():
             grads = (
@@ -99,7 +94,7 @@ class _Norm(FusibleOperation, nn.Module):
         return Stage("norm", key, (weight, bias), (), grads != "")
 
     def sum_gradients_over(self, group: Group) -> Self:
-        """Sums the gradients of the parameters over ranks that each have a part of the rows, as under sequence
+        """Sum the gradients of the parameters over ranks that each have a part of the rows, as under sequence
         parallelism. The parameters must be the same on all of them.
 
         Args:
@@ -110,10 +105,6 @@ class _Norm(FusibleOperation, nn.Module):
 
         Raises:
             UnsupportedConfig: torch knows no such group.
-
-        Example:
-            >>> octavo.ops.RMSNorm(64).sum_gradients_over(None)(torch.ones(2, 64)).shape
-            torch.Size([2, 64])
         """
         self.shared_by, self.sums_gradients = name_of(group), True
         return self
@@ -152,11 +143,12 @@ class _Affine(_Norm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        zero_centered_gamma: bool,
-        bias: bool,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        bias: bool = True,
     ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape or any(n < 1 for n in shape):
@@ -171,14 +163,7 @@ class _Affine(_Norm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the weight to one (zero with zero_centered_gamma), and a bias to zero.
-
-        Example:
-            >>> norm = octavo.ops.RMSNorm(2, zero_centered_gamma=True)
-            >>> norm.reset_parameters()
-            >>> norm.weight.tolist()
-            [0.0, 0.0]
-        """
+        """Set the weight to one (zero with zero_centered_gamma), and a bias to zero."""
         assert self.weight is not None
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
@@ -211,18 +196,6 @@ class LayerNorm(_Affine):
     """
 
     KIND = "layer"
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, bias)
 
 
 class RMSNorm(_Affine):
@@ -258,27 +231,16 @@ class RMSNorm(_Affine):
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, False)
+        super().__init__(
+            normalized_shape, eps=eps, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma, bias=False
+        )
 
     def forward(self, x: Tensor | QTensor) -> Tensor:  # nn.RMSNorm names this argument x
-        """Returns the normalized values.
-
-        Args:
-            x: [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
-
-        Returns:
-            y of x's shape and dtype, computed in float32 (float64 on a CPU) and rounded once.
-
-        Raises:
-            UnsupportedShape: the trailing dims of x are not `normalized_shape`.
-            UnsupportedDtype: x or the weight has another dtype.
-            UnsupportedDevice: x and the weight are on two devices.
-        """
         return super().forward(x)
 
 
 class L2Normalization(_Norm):
-    """Divides each row by its length: y = x / √(sum of x² + eps), over the last dim. It has no parameters.
+    """Divide each row by its length: y = x / √(sum of x² + eps), over the last dim. It has no parameters.
 
     Args:
         eps: the number added to the sum of squares, 1e-6 by default.

@@ -15,6 +15,7 @@ from octavo._torch.operators import unsafe_view
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
+from octavo.ops.activation_layer import vector as vector
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.values import Value, register
@@ -70,13 +71,8 @@ def matrix(config: Config, x: Tensor) -> Tensor:
     return x if x.dim() == 2 and lead == 1 else x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
 
 
-def vector(w: Tensor | None) -> Tensor | None:
-    """A weight or bias as [columns], contiguous."""
-    return None if w is None else w.reshape(-1).contiguous()
-
-
 class NormLayer(Layer):
-    """Normalises rows, then scales and shifts them."""
+    """Normalise rows, then scales and shifts them."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y, mean, rstd = kernel.forward(

@@ -211,15 +211,6 @@ class FusibleOperation(NoTorchScript):
             RuntimeError: the operation is in a Sequential already.
             IndexError: the operation has no such extra input.
             ValueError: the name is empty.
-
-        Example:
-            >>> model = octavo.Sequential(
-            ...     octavo.ops.MakeExtraOutput(channel="x", output_to_caller=False),
-            ...     octavo.ops.ConstantScale(3.0),
-            ...     octavo.ops.AddExtraInput().set_extra_input_channel(0, "x"),
-            ... )
-            >>> model(torch.ones(2))
-            tensor([4., 4.])
         """
         self._check_channel(index, name, self.num_extra_inputs, "input")
         self._channels("_input_channels")[index] = Channel(name)
@@ -241,11 +232,6 @@ class FusibleOperation(NoTorchScript):
             IndexError: the operation has no such extra output.
             ValueError: the name is empty.
             TypeError: output_to_caller is no bool.
-
-        Example:
-            >>> fork = octavo.ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
-            >>> octavo.Sequential(fork, octavo.ops.AddExtraInput(source="x"))(torch.ones(2))
-            tensor([2., 2.])
         """
         self._check_channel(index, name, self.num_extra_outputs, "output")
         if not isinstance(output_to_caller, bool):

@@ -15,7 +15,7 @@ from octavo.values import Value
 
 
 class Permute(FusibleOperation, nn.Module):
-    """Copies each token to the rows of its assignments. Its extra inputs are the positions [..., K] of a permutation
+    """Copy each token to the rows of its assignments. Its extra inputs are the positions [..., K] of a permutation
     and the assignments [rows]. Rows after the last expert are left as the memory was."""
 
     num_extra_inputs = 2
@@ -39,7 +39,7 @@ class Permute(FusibleOperation, nn.Module):
 
 
 class Unpermute(FusibleOperation, nn.Module):
-    """Sums the rows of each token's assignments, each multiplied by its probability. Its extra inputs are the positions
+    """Sum the rows of each token's assignments, each multiplied by its probability. Its extra inputs are the positions
     [..., K] of a permutation, the assignments [rows] and the probabilities [..., K]."""
 
     num_extra_inputs = 3

@@ -43,7 +43,7 @@ def flat(positions: Tensor) -> Tensor:
 
 
 class PermuteLayer(Layer):
-    """Copies each token to the rows of its assignments."""
+    """Copy each token to the rows of its assignments."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x, positions, assignments = inputs

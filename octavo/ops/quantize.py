@@ -16,7 +16,7 @@ from octavo.runtime.call import Stage, call, takes_nodes
 
 
 class Quantize(FusibleOperation, nn.Module):
-    """Quantizes x as the fprop of a Linear would: y is a QTensor.
+    """Quantize x as the fprop of a Linear would: y is a QTensor.
 
     A Linear of the same recipe multiplies these codes as they are and keeps them for dw, so that two Linears can share
     one cast. The scale follows from x itself, in fp8-delayed too. A run of a Sequential needs no Quantize: there the
@@ -48,7 +48,7 @@ class Quantize(FusibleOperation, nn.Module):
         self.recipe = None if recipe is None else resolve(recipe)
 
     def forward(self, input: Tensor | QTensor) -> Tensor | QTensor:
-        """Returns the codes of x.
+        """Return the codes of x.
 
         Args:
             input: x, in float32, bfloat16 or float16. A QTensor is returned as it is.

@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
 
 class RotaryLayer(Layer):
-    """Cuts rows into heads and rotates them."""
+    """Cut rows into heads and rotate them."""
 
     def outputs(self, config: Config) -> int:
         return 3

@@ -1,5 +1,5 @@
-"""The rounding layer: casts x to codes, or rounds its gradient. y is a token, one element that looks like x and carries
-the gradient, and the codes are extras; the caller joins the two (`octavo.quant.qtensor`)."""
+"""The rounding layer: casts x to codes, or rounds its gradient. y is a gradient anchor, one element that looks like x
+and carries the gradient, and the codes are auxiliary outputs; the caller joins the two (`octavo.quant.qtensor`)."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
 
 class RoundingLayer(Layer):
-    """Casts x to codes, or rounds its gradient."""
+    """Cast x to codes, or round its gradient."""
 
     def auxiliary(self, config: Config) -> int:
         return config.parts

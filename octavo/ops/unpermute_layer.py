@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 
 class UnpermuteLayer(Layer):
-    """Sums the rows of each token's assignments."""
+    """Sum the rows of each token's assignments."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y = permute.combine(inputs.x, assignments_of(inputs), _matrix(inputs.probs))

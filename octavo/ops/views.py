@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.ops import fork_layer
-from octavo.ops.activation import numbers, values_of
 from octavo.ops.add_layer import Config
-from octavo.ops.inputs import check_input
+from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 
 class Identity(FusibleOperation, nn.Module):
-    """Returns x itself, a QTensor too. In a Sequential it keeps its neighbours from being fused with each other.
+    """Return x itself, a QTensor too. In a Sequential it keeps its neighbours from being fused with each other.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -32,7 +31,7 @@ class Identity(FusibleOperation, nn.Module):
     op_is_elementwise = True
 
     def forward(self, input: T) -> T:
-        """Returns x.
+        """Return x.
 
         Args:
             input: x, of any kind.
@@ -50,7 +49,7 @@ class Identity(FusibleOperation, nn.Module):
 
 
 class Reshape(FusibleOperation, nn.Module):
-    """Reshapes x. y is a view where x's strides allow one.
+    """Reshape x. y is a view where x's strides allow one.
 
     Args:
         shape: the new sizes; -1 stands for one that follows from the others.
@@ -65,7 +64,7 @@ class Reshape(FusibleOperation, nn.Module):
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
-        """Returns x in the new shape.
+        """Return x in the new shape.
 
         Args:
             input: x. A QTensor is dequantized.
@@ -90,7 +89,7 @@ class Reshape(FusibleOperation, nn.Module):
 
 
 class AddExtraInput(FusibleOperation, nn.Module):
-    """Adds a second tensor to x, such as a residual: y = x + extra. Call it with (x, extra).
+    """Add a second tensor to x, such as a residual: y = x + extra. Call it with (x, extra).
 
     Args:
         in_place: False by default: y is an intermediate. True writes the sum to the extra tensor and returns that; the
@@ -120,7 +119,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
             self.set_extra_input_channel(0, source)
 
     def forward(self, input: Tensor | QTensor, extra: Tensor | QTensor) -> Tensor:
-        """Returns the sum of x and the extra tensor.
+        """Return the sum of x and the extra tensor.
 
         Args:
             input: x, in float32, bfloat16 or float16. A QTensor is dequantized.
@@ -172,25 +171,18 @@ class AddExtraInput(FusibleOperation, nn.Module):
     def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         extra = values_of(extras[0])
         self._check(x, extra)
-        grads = _grads(x.requires_grad, extra)
-        return Stage("add", _key(x.dtype, extra, grads), (extra,), (), grads != "")
+        grads = ""
+        if torch.is_grad_enabled():
+            grads = ("x" if x.requires_grad else "") + ("e" if extra.requires_grad else "")
+        key = f"add(dtype='{DTYPE_NAMES[x.dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
+        return Stage("add", key, (extra,), (), grads != "")
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
 
 
-def _grads(x: bool, extra: Tensor | Edge) -> str:
-    if not torch.is_grad_enabled():
-        return ""
-    return ("x" if x else "") + ("e" if extra.requires_grad else "")
-
-
-def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
-    return f"add(dtype='{DTYPE_NAMES[dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
-
-
 class MakeExtraOutput(FusibleOperation, nn.Module):
-    """Returns x twice, as its output and as an extra output, such as the start of a residual branch.
+    """Return x twice, as its output and as an extra output, such as the start of a residual branch.
 
     Both share x's memory. dx is the sum of both gradients.
 
@@ -218,7 +210,7 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
             self.set_extra_output_channel(0, channel, output_to_caller)
 
     def forward(self, input: T) -> tuple[T, T]:
-        """Returns x and x.
+        """Return x and x.
 
         Args:
             input: x, a Tensor or a QTensor.

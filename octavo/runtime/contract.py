@@ -238,19 +238,18 @@ class FusedStep(Protocol):
 LAYERS: dict[str, Any] = {}
 """The registry of everything that a graph calls by name: layers by the names of their configs, and fused steps.
 
-Octavo and users register in the same way. An operation is a Layer (a user's: `octavo.fusion.custom.user_op.UserOp`). A
-fused operation is a FusedStep over stages, as Octavo's own are, or a Layer in place of them
-(`octavo.fusion.custom.user_fusion`).
+Octavo and users register in the same way. An operation is a Layer. A fused operation is a FusedStep over stages, as
+Octavo's own are, or a Layer in place of them. `octavo.fusion.custom.user_layer` has the Layers of users' functions.
 
 Additions that the registry is designed for:
 
     legacy fuser_forward, with extras         `octavo.fusion.custom.legacy` has one call for single and fused
                                               operations, with an entry for each operation: extra inputs become fields
                                               beside its parameters, extra outputs an entry of what forward returns
-    keywords that are not tensors             a field of OpConfig beside `settings`: a value is part of the key, and
+    keywords that are not tensors             a field of UserConfig beside `settings`: a value is part of the key, and
                                               `all_settings` hands it to the functions
     operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of intermediates:
-                                              `saved_values` packs and counts them, extras carry them out
+                                              `returned_values` packs and counts them, extras carry them out
 """
 
 

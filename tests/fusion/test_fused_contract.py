@@ -7,6 +7,8 @@ import torch
 
 import octavo
 from octavo import ops
+from octavo.ops import rounding_layer
+from octavo.runtime.contract import LAYERS
 from tests.support.custom_operations import Doubled, Powered, computes, define, fused, quadruple, stepped
 from tests.support.linear_oracle import spiky
 from tests.support.sequentials import H, assert_unfused, fill, rows
@@ -230,3 +232,17 @@ def test_a_gradient_of_a_parameter_in_a_fused_operation_is_like_it():
     )
     with pytest.raises(RuntimeError, match=r"Loose.fuser_backward .* gradient of 1.gain, .* of shape \(32,\)"):
         stepped(model)
+
+
+# -- auxiliary outputs -------------------------------------------------------------------------------------------------
+
+
+def test_a_backward_fusion_has_the_auxiliary_outputs_of_the_operations_whose_forward_runs():
+    class Back(ops.FusedOperation):
+        @staticmethod
+        def fuser_backward(configs, saved, grads, wants):
+            return ({},)
+
+    codes = rounding_layer.Config(spec=octavo.quant.MX(), grads="x")  # its codes and scale are auxiliary outputs
+    layer = LAYERS[Back.op_name]
+    assert layer.auxiliary(layer.Config(side="backward", stages=(codes,))) == 2

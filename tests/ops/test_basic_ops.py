@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import errors, ops
 from octavo.kernels.activation import ACTIVATIONS, reference
-from octavo.ops.activation import Activation, values_of
+from octavo.ops.activation import Activation
+from octavo.ops.inputs import values_of
 from octavo.recipes import SHIPPED
 from tests.support.activation_formulas import (
     DTYPES,

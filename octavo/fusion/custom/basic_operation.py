@@ -1,25 +1,9 @@
 """`BasicOperation`: the base class of users' operations.
 
-    class Double(octavo.ops.BasicOperation):
-        @staticmethod
-        def op_forward_compute(config, inputs):                  # -> y, intermediates
-            return inputs.x * 2, ()
-
-        @staticmethod
-        def op_forward_save_ctx(config, inputs, y, fresh):       # -> the tensors that backward needs
-            return ()
-
-        @staticmethod
-        def op_backward(config, saved, dy, wants):               # -> a gradient for each input, or a dict by name
-            return (dy * 2,)
-
-These are the functions of a layer (`octavo.runtime.contract`). They are static because they see only their arguments.
-`op_config` returns the settings, as a registered value; `params` names the parameters, which are read at every call.
-`inputs` has x, the parameters, extra inputs (`extra0`, …) and `kwargs`, by name.
-
-An operation with extra inputs or outputs defines `fuser_forward_compute`, `fuser_forward_save_ctx` and
-`fuser_backward`, which take and return them. An operation whose forward cannot be split into compute and save defines
-`op_forward(self, ctx, x, ...)` instead: it works in eager mode, and a graph breaks there.
+A class's static functions are those of a layer (`octavo.runtime.contract`), which see only their arguments. When the
+class is defined they become a `UserLayer`, as the functions of a fused operation do: an operation is a fused operation
+over one. An operation whose forward cannot be split into compute and save has `op_forward(self, ctx, x, ...)` instead
+(`octavo.fusion.custom.legacy`).
 """
 
 import keyword
@@ -28,10 +12,10 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from octavo.fusion.custom.class_checks import FUSER, OP, check_backward, check_static, forward_of, name_of
-from octavo.fusion.custom.custom_plan import StagePlan, as_it_is, known_sizes, sketch, stage_plan, wants_gradient
-from octavo.fusion.custom.saved_values import told
-from octavo.fusion.custom.user_op import Functions, UserOp, fields_of
+from octavo.fusion.custom.class_functions import FUSER, OP, check_backward, check_static, forward_of, name_of
+from octavo.fusion.custom.custom_plan import StagePlan, as_it_is, sketch, stage_plan, wants_gradient
+from octavo.fusion.custom.returned_values import described
+from octavo.fusion.custom.user_layer import Functions, UserLayer, fields_of
 from octavo.ops.operation import Edge, FusibleOperation, last_dim
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
@@ -97,14 +81,16 @@ class BasicOperation(FusibleOperation, nn.Module):
         cls.op_keywords = tuple(cls.kwargs)
         names = _names_of(cls)
         cls.op_is_legacy = names[0] == "op_forward"
-        check_backward(cls, BasicOperation, names[-1], names[0], cls.op_is_legacy)
+        check_backward(cls, names[-1], names[0], cls.op_is_legacy)
         if cls.op_is_legacy:
             cls.op_name = ""  # not inherited: a parent's rules do not apply
             return
-        check_static(cls, BasicOperation, names[-1], "it sees what was saved, not the module")
+        check_static(cls, names[-1], "it sees what was saved, not the module")
         cls.op_name = name_of(cls, "custom")
         fields = ("x", *cls.params, *[f"extra{i}" for i in range(cls.num_extra_inputs)], *cls.kwargs)
-        UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, names))
+        where = Functions(*(f"{cls.__name__}'s {name}" for name in ("compute", "save_ctx", "backward", "op_abstract")))
+        outputs = 1 + cls.num_extra_outputs
+        UserLayer(cls.op_name, cls.__name__, _functions(cls, names), where, fields_of(fields), outputs)
 
     def op_config(self) -> Value | None:
         """Return the settings of a call, as a registered value, or None. A subclass may override it. Make the value in
@@ -153,11 +139,10 @@ class BasicOperation(FusibleOperation, nn.Module):
         wanted = (x.requires_grad, *[wants_gradient(t) for t in inputs])
         key, width = self._settings_key(), last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
-        # how much of each input's shape is known: outputs of a user's operation were planned with made-up sizes
-        known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
-        found = stage_plan(self.op_name, key, wanted, sketches, known)
+        found = stage_plan(self.op_name, key, wanted, sketches)
         if not found:  # plan for these sizes alone
-            found = stage_plan(self.op_name, key, wanted, [sketch(t) for t in (x, *inputs)], known, last=True)
+            exact = [old and (*sketch(t)[:3], old[3]) for t, old in zip((x, *inputs), sketches, strict=True)]
+            found = stage_plan(self.op_name, key, wanted, exact, last=True)
         stage_key, outputs = cast(StagePlan, found)
         # y's leading dims are not known here, only those of the dry run's y
         edges = [
@@ -174,7 +159,7 @@ class BasicOperation(FusibleOperation, nn.Module):
             )
         for i, extra in enumerate(extras):
             if not isinstance(extra, Tensor | Edge):  # an Edge stands for the output of another operation of the run
-                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {told(extra)}.")
+                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {described(extra)}.")
         for name, t in zip(self.kwargs, given, strict=True):
             if t is not None and not isinstance(t, Tensor):
                 raise TypeError(f"{type(self).__name__} takes a tensor as {name}, got {type(t).__name__}.")
@@ -190,7 +175,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
 def _names_of(cls: Any) -> tuple[str, ...]:
     """Return the names of the functions that a class runs: its forward, one function or two, and its backward."""
-    forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
+    forward = forward_of(cls, (FUSER, OP), "op_forward")
     if not forward:
         extras = cls.num_extra_inputs or cls.num_extra_outputs
         way_out = ", ".join(FUSER) if extras else f"{OP[0]} and {OP[1]}, or op_forward"
@@ -233,7 +218,7 @@ def _check_names(cls: Any) -> None:
 
 def _functions(cls: Any, names: tuple[str, ...]) -> Functions:
     """Wrap a class's functions, which serve one operation, as functions for a list of operations
-    (`octavo.fusion.custom.user_op`). The op_* functions have no extra outputs."""
+    (`octavo.fusion.custom.user_layer`). The op_* functions have no extra outputs."""
     extras = names is FUSER
 
     def computed_by(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo._torch.tracing import while_tracing
-from octavo.fusion.custom.gradient_check import MADE_UP, like
+from octavo.fusion.custom.returned_values import MADE_UP, NO_GRADIENT, like
 from octavo.ops.operation import Edge
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import LAYERS
@@ -22,13 +22,17 @@ _stage_plans: dict[tuple[Any, ...], StagePlan | tuple[()]] = {}
 
 
 def sketch(t: Any, width: int | None = None) -> Any:
-    """Return the (shape, dtype, device) with which a dry run stands for a tensor.
+    """Return (shape, dtype, device, known) with which a dry run stands for a tensor; `known` says how much of the shape
+    `returned_values.like` may rely on: "last" or "none".
 
     The plan depends on the last dim alone, so the other dims are made up, except those of size 1 and those of size
     `width`, the number of x's columns. Without a width, all dims keep their sizes, as numbers."""
-    if t is None or (isinstance(t, Edge) and t.like is not None):
-        return None if t is None else t.like
-    return tuple([len(range(n)) for n in t.shape]) if width is None else _made_up(t.shape, width), t.dtype, t.device
+    if t is None:
+        return None
+    if isinstance(t, Edge) and t.like is not None:  # an output of a user's operation, planned with made-up sizes
+        return (*t.like, "none")
+    shape = tuple([len(range(n)) for n in t.shape]) if width is None else _made_up(t.shape, width)
+    return shape, t.dtype, t.device, "last"
 
 
 def _made_up(shape: Any, width: int) -> tuple[int, ...]:
@@ -46,12 +50,8 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
 
 
 def as_it_is(t: Any) -> Any:
-    return None if t is None else (tuple(t.shape), t.dtype, t.device)
-
-
-def known_sizes(t: Any) -> str:
-    """Return how much of the tensor's shape `gradient_check.like` may rely on: "last" or "none"."""
-    return "none" if isinstance(t, Edge) and t.like is not None else "last"
+    """Return the sketch of a parameter: all of its shape is known."""
+    return None if t is None else (tuple(t.shape), t.dtype, t.device, "all")
 
 
 def wants_gradient(t: Any) -> bool:
@@ -60,21 +60,21 @@ def wants_gradient(t: Any) -> bool:
 
 @while_tracing
 def stage_plan(
-    name: str, settings: str, wanted: Sequence[bool], sketches: Sequence[Any], known: Sequence[str], last: bool = False
+    name: str, settings: str, wanted: Sequence[bool], sketches: Sequence[Any], last: bool = False
 ) -> StagePlan | tuple[()]:
     """Return the plan of the stage for inputs like these; an empty tuple if the functions cannot run on tensors of
     these sizes and this is not the last try."""
-    at = (name, settings, tuple(wanted), tuple(sketches), tuple(known))
+    at = (name, settings, tuple(wanted), tuple(sketches))
     if not _stage_plans.get(at):  # an empty plan is tried again, so that the last try raises
         _stage_plans[at] = _planned(*at, last)
     return _stage_plans[at]
 
 
 def _planned(
-    name: str, settings: str, wanted: tuple[bool, ...], sketches: Sequence[Any], known: Sequence[str], last: bool
+    name: str, settings: str, wanted: tuple[bool, ...], sketches: Sequence[Any], last: bool
 ) -> StagePlan | tuple[()]:
     layer = LAYERS[name]
-    protos = [None if t is None else TensorProto(*t) for t in sketches]
+    protos = [t and TensorProto(*t[:3]) for t in sketches]
     config = layer.Config(settings=None if settings == "" else parse(settings), wanted=wanted)
     try:
         found = layer.probe(config, protos)
@@ -84,7 +84,7 @@ def _planned(
         if last:
             raise
         return ()
-    likes = tuple(
-        like(t if want else None, how, found.outputs[0]) for t, how, want in zip(protos, known, wanted, strict=True)
-    )
-    return replace(found.config, likes=likes).key, tuple((tuple(t.shape), t.dtype, t.device) for t in found.outputs)
+    y = found.outputs[0]
+    likes = [like(t, of[3], y) if want else NO_GRADIENT for t, of, want in zip(protos, sketches, wanted, strict=True)]
+    outputs = tuple((tuple(t.shape), t.dtype, t.device) for t in found.outputs)
+    return replace(found.config, likes=tuple(likes)).key, outputs

@@ -3,16 +3,16 @@ call. They work in eager mode. The compiler cannot tell what they save, so it en
 fullgraph, a graph break if the operation is not strict."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.fusion.custom.class_checks import OP
-from octavo.fusion.custom.gradient_check import check_gradient
-from octavo.fusion.custom.saved_values import dtype_name
-from octavo.fusion.custom.user_op import fields_of
+from octavo.fusion.custom.class_functions import FUSER, OP
+from octavo.fusion.custom.returned_values import check_gradient, dtype_name
+from octavo.fusion.custom.user_layer import fields_of
 from octavo.fusion.rule import Rule
 from octavo.quant import QTensor
 from octavo.runtime.named_gradients import in_order
@@ -47,12 +47,6 @@ class OperationContext:
 
         Args:
             *tensors: tensors, or None. Backward finds them in `saved_tensors`, in this order.
-
-        Example:
-            >>> ctx = octavo.ops.OperationContext()
-            >>> ctx.save_for_backward(torch.ones(2), None)
-            >>> len(ctx.to_save)
-            2
         """
         self.to_save = tensors
 
@@ -61,11 +55,10 @@ class _OnePiece(NamedTuple):
     """The functions of one call of a legacy operation, or of a fused one. Tuples have an entry for each operation."""
 
     where: str  # the name of its backward, for messages
-    forward: Callable[[list[OperationContext], list[Any]], Tensor]
+    forward: Callable[[list[OperationContext], Tensor, Sequence[Tensor]], Tensor]
     backward: Callable[[list[OperationContext], Tensor], Sequence[Sequence[Any] | Mapping[str, Any]]]
-    inputs: tuple[Callable[..., Any], ...]  # one per operation: makes its inputs from x and its parameters
     params: tuple[tuple[str, ...], ...]  # the names of each operation's parameters
-    shown: tuple[tuple[str, ...], ...]  # as messages name them
+    shown: tuple[str, ...]  # all of them, as messages name them
 
 
 class _Legacy(torch.autograd.Function):
@@ -73,9 +66,7 @@ class _Legacy(torch.autograd.Function):
     def forward(ctx: Any, call: _OnePiece, x: Tensor, *params: Tensor) -> Tensor:
         ctx.call, ctx.own = call, [OperationContext() for _ in call.params]
         ctx.likes = [(dtype_name(t.dtype), tuple(t.shape), False) for t in (x, *params)]
-        rest, first = iter(params), (x, *[None] * (len(call.params) - 1))
-        parts = zip(call.inputs, first, call.params, strict=True)
-        y = call.forward(ctx.own, [make(own_x, *[next(rest) for _ in names]) for make, own_x, names in parts])
+        y = call.forward(ctx.own, x, params)
         ctx.counts = [len(own.to_save) for own in ctx.own]
         ctx.save_for_backward(*[t for own in ctx.own for t in own.to_save])
         for own in ctx.own:
@@ -94,21 +85,31 @@ class _Legacy(torch.autograd.Function):
                 f"{call.where} returns (dx, gradients of the parameters) for each operation: {want} entries, got {got}."
             )
         flat = (found[0][0], *[g for part in found for g in part[1:]])
-        for g, like, name in zip(flat, ctx.likes, ("x", *[n for names in call.shown for n in names]), strict=True):
+        for g, like, name in zip(flat, ctx.likes, ("x", *call.shown), strict=True):
             if g is not None:
                 check_gradient(call.where, name, g, like, None, None)
         return None, *flat
 
 
+def _run_in_one_piece(where: str, forward: Any, backward: Any, ops: Sequence[Any], x: Tensor, name: str) -> Tensor:
+    """Run a forward in one piece over these operations. `name` is the format in which messages name a parameter, by
+    its operation, its place and its own name."""
+    params = [dict(op.named_parameters(recurse=False)) for op in ops]
+    shown = tuple(name.format(i, j, own) for i, named in enumerate(params) for j, own in enumerate(named))
+    call = _OnePiece(where, forward, backward, tuple(map(tuple, params)), shown)
+    y: Tensor = _Legacy.apply(call, x, *[p for own in params for p in own.values()])  # type: ignore[no-untyped-call]
+    return y
+
+
 def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
     if torch.compiler.is_compiling():
-        if op.strict:
-            torch._dynamo.graph_break(msg=f"{type(op).__name__} does not compile. {_WHY}")
-        found: Tensor = outside(op, x, kwargs)
-        return found
+        why = not_compiled(type(op), OP, "set strict=False on it, to run it outside") if op.strict else ""
+        if why:
+            torch._dynamo.graph_break(msg=why)
+        outer: Tensor = outside(why, run_legacy, op, x, kwargs)
+        return outer
     x = x.dequantize() if isinstance(x, QTensor) else x
-    params = dict(op.named_parameters(recurse=False))
-    where, shown = f"{type(op).__name__}.op_backward", tuple(f"parameter {i}" for i in range(len(params)))
+    where = f"{type(op).__name__}.op_backward"
 
     def backward(contexts: list[OperationContext], dy: Tensor) -> list[Any]:
         found = op.op_backward(contexts[0], dy)
@@ -120,35 +121,26 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
             )
         return [(found[0], *found[1])]
 
-    call = _OnePiece(
-        where, lambda contexts, inputs: op.op_forward(contexts[0], inputs[0], **kwargs), backward,
-        (lambda x, *_: x,), (tuple(params),), (shown,),
-    )  # fmt: skip
-    y: Tensor = _Legacy.apply(call, x, *params.values())  # type: ignore[no-untyped-call]
-    return y
+    def forward(contexts: list[OperationContext], x: Tensor, params: Sequence[Tensor]) -> Tensor:
+        y: Tensor = op.op_forward(contexts[0], x, **kwargs)
+        return y
+
+    return _run_in_one_piece(where, forward, backward, [op], x, "parameter {1}")
 
 
-_WHY = (
-    "octavo: this is a legacy operation (op_forward), and a graph cannot tell what it saves. Define "
-    f"{OP[0]} and {OP[1]}, or set strict=False on it, to run it outside."
-)
+def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
+    fused: Any = rule.op
+    make = [fields_of(("x", *[name for name, _ in op.named_parameters(recurse=False)])) for op in ops]
 
+    def forward(contexts: list[OperationContext], x: Tensor, params: Sequence[Tensor]) -> Tensor:
+        rest, first = iter(params), (x, *[None] * (len(ops) - 1))
+        inputs = [
+            fields(own_x, *islice(rest, len(fields._fields) - 1)) for fields, own_x in zip(make, first, strict=True)
+        ]
+        y: Tensor = fused.fuser_forward(contexts, inputs)
+        return y
 
-@torch.compiler.disable(reason=_WHY)  # type: ignore[untyped-decorator,no-untyped-call]
-def outside(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Run a legacy operation outside of the graph that reached it, in eager mode; raise if it is strict."""
-    if op.strict:
-        raise UnsupportedConfig(f"{type(op).__name__} does not compile. {_WHY}")
-    return run_legacy(op, x, kwargs)
-
-
-# -- fused -------------------------------------------------------------------------------------------------------------
-
-
-_WHY_FUSED = (
-    "octavo: this is a legacy fused operation (fuser_forward), and a graph cannot tell what it saves. "
-    "Define fuser_forward_compute and fuser_forward_save_ctx, or leave its rule out of what is compiled."
-)
+    return _run_in_one_piece(f"{fused.__name__}.fuser_backward", forward, fused.fuser_backward, ops, x, "{0}.{2}")
 
 
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
@@ -167,25 +159,32 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
     return None
 
 
-def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
-    fused: Any = rule.op
-    params = [dict(op.named_parameters(recurse=False)) for op in ops]
-    shown = tuple(tuple(f"{i}.{name}" for name in own) for i, own in enumerate(params))
-    inputs, names = tuple(fields_of(("x", *own)) for own in params), tuple(map(tuple, params))
-    where = f"{fused.__name__}.fuser_backward"
-    call = _OnePiece(where, fused.fuser_forward, fused.fuser_backward, inputs, names, shown)
-    y: Tensor = _Legacy.apply(call, x, *[p for own in params for p in own.values()])  # type: ignore[no-untyped-call]
-    return y
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def not_compiled(cls: type, names: Sequence[str], way_out: str) -> str:
+    """Return the message that says why a graph ends before a class's forward in one piece."""
+    kind = "legacy operation (op_forward)" if names is OP else "legacy fused operation (fuser_forward)"
+    return (
+        f"{cls.__name__} does not compile. octavo: this is a {kind}, and a graph cannot tell what it saves. Define "
+        f"{names[0]} and {names[1]}, or {way_out}."
+    )
 
 
 def unsupported_if_fused(rule: Rule) -> str:
     """Return the message that says why a graph ends before this rule's operation."""
-    return f"{rule.op.__name__} does not compile. {_WHY_FUSED}"
+    return not_compiled(rule.op, FUSER, "leave its rule out of what is compiled")
 
 
-@torch.compiler.disable(reason=_WHY_FUSED)  # type: ignore[untyped-decorator,no-untyped-call]
-def outside_for_fused(rule: Rule, ops: Sequence[Any], call: Any, *arguments: Any) -> Any:
-    """Run `call`, which contains a legacy fused operation, outside of the graph; raise if all of `ops` are strict."""
-    if all(getattr(op, "strict", True) for op in ops):
-        raise UnsupportedConfig(unsupported_if_fused(rule))
-    return call(*arguments)
+_WHY_OUTSIDE = (
+    "octavo: a forward in one piece (op_forward or fuser_forward), and a graph cannot tell what it saves; or a "
+    "required fusion that was refused"
+)
+
+
+@torch.compiler.disable(reason=_WHY_OUTSIDE)  # type: ignore[untyped-decorator,no-untyped-call]
+def outside(why: str, function: Any, *arguments: Any) -> Any:
+    """Run a function outside of the graph that reached it, in eager mode; raise if there is a reason not to."""
+    if why:
+        raise UnsupportedConfig(why)
+    return function(*arguments)

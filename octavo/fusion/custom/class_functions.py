@@ -1,55 +1,50 @@
-"""Checks, when a user's class is defined, that it has all its functions; and the name of the class in graphs."""
+"""The functions that a user's class runs, checked when the class is defined; and the name of the class in graphs."""
 
 import hashlib
 import inspect
 import re
+from inspect import getattr_static
 from typing import Any
 
 from octavo.runtime.contract import LAYERS
 
 OP = ("op_forward_compute", "op_forward_save_ctx", "op_backward")
 FUSER = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
+SEES_ARGUMENTS = "it sees its arguments and not the module, which may have changed until backward"
 
 
-def defined(cls: type, name: str, base: type) -> Any:
-    """Return the attribute of that name of a class, or of a parent before `base`; None if there is none."""
-    parents = cls.__mro__[: cls.__mro__.index(base)]
-    return next((parent.__dict__[name] for parent in parents if name in parent.__dict__), None)
+def forward_of(cls: type, forms: tuple[tuple[str, ...], ...], legacy: str) -> str:
+    """Return the name of the forward that a class runs, the first in its MRO: split in two, as in one of `forms`, or
+    legacy; empty if there is none. Refuses a class that defines only one function of a split forward."""
+    for names in forms:
+        _check_split(cls, names[:2], legacy)
+    forwards = (legacy, *[names[0] for names in forms])
+    return next((name for parent in cls.__mro__ for name in forwards if name in parent.__dict__), "")
 
 
-def forward_of(cls: type, base: type, splits: tuple[tuple[str, ...], ...], legacy: str) -> str:
-    """Return the name of the forward that a class runs, the first in its MRO: split in two (`splits`) or legacy; empty
-    if there is none. Refuses a class that defines only one function of a split forward."""
-    for names in splits:
-        _check_split(cls, base, names[:2], legacy)
-    parents = cls.__mro__[: cls.__mro__.index(base)]
-    forwards = (legacy, *[names[0] for names in splits])
-    return next((name for parent in parents for name in forwards if name in parent.__dict__), "")
-
-
-def _check_split(cls: type, base: type, names: tuple[str, ...], legacy: str) -> None:
+def _check_split(cls: type, names: tuple[str, ...], legacy: str) -> None:
     own = [name for name in names if name in cls.__dict__]
     if own and legacy in cls.__dict__:
         raise TypeError(f"{cls.__name__} defines {legacy} and {own[0]}: a legacy forward and a split one. Define one.")
-    has = [name for name in names if defined(cls, name, base) is not None]
+    has = [name for name in names if getattr_static(cls, name, None) is not None]
     if len(has) == 1:
         misses = next(name for name in names if name not in has)
         raise TypeError(f"{cls.__name__} defines {has[0]} and not {misses}. Define both, or {legacy} alone.")
     for name in has:
-        check_static(cls, base, name, "it sees its arguments and not the module, which may have changed until backward")
+        check_static(cls, name, SEES_ARGUMENTS)
 
 
-def check_static(cls: type, base: type, name: str, why: str) -> None:
-    if not isinstance(defined(cls, name, base), staticmethod):
+def check_static(cls: type, name: str, why: str) -> None:
+    if not isinstance(getattr_static(cls, name), staticmethod):
         raise TypeError(f"{cls.__name__}.{name} must be a @staticmethod: {why}.")
 
 
-def check_backward(cls: type, base: type, name: str, forward: str, legacy: bool) -> None:
+def check_backward(cls: type, name: str, forward: str, legacy: bool) -> None:
     """Refuse a forward without a backward, or with a parent's backward for the other kind of forward, which takes other
     arguments."""
-    if defined(cls, name, base) is None:
+    owner: Any = next((parent for parent in cls.__mro__ if name in parent.__dict__), None)
+    if owner is None:
         raise TypeError(f"{cls.__name__} defines {forward} and no {name}. Define it.")
-    owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
     if owner is not cls and getattr(owner, "op_is_legacy", legacy) != legacy:
         raise TypeError(
             f"{cls.__name__} runs {forward}, and its {name} is that of {owner.__name__}, for a "
