@@ -35,13 +35,13 @@ from octavo._torch.inductor import DIRECT_CALLS
 from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.cli import machine, output
 from octavo.cli.known_bad import known_bad
-from octavo.inspection import table
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
 from octavo.launch import DIRECT_LAUNCHES
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
+from octavo.text import table
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
 TILE = (160, 192, 256)  # tokens, out, in: not all multiples of 128, to test partial tiles
@@ -221,7 +221,7 @@ def render(report: dict[str, Any]) -> str:
     gpu = f"{facts['gpu']} ({facts['capability']}, {facts['memory_gib']} GiB)" if facts["gpu"] else "no GPU"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("octavo", "torch", "triton", "cuda") if facts[name])
     rows = [[name, *(cells[c]["status"] for c in COLUMNS)] for name, cells in report["recipes"].items()]
-    parts = [f"{gpu}; python {facts['python']}, {versions}", table.render(("recipe", *COLUMNS), rows)]
+    parts = [f"{gpu}; python {facts['python']}, {versions}", table(("recipe", *COLUMNS), rows)]
     notes = dict.fromkeys(
         f"{name} {column}: {cell['why']}"
         for name, cells in report["recipes"].items()

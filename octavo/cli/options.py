@@ -25,6 +25,11 @@ def add_recipes(parser: ArgumentParser, default: Sequence[str]) -> None:
     )  # fmt: skip
 
 
+def add_cpu_device(parser: ArgumentParser) -> None:
+    """Adds --device to a suite that also runs on a CPU, where it shows that everything works."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+
+
 def add_no_peers(parser: ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out; default: those installed")
 

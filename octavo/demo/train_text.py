@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from octavo.inspection import table
 from octavo.model.policy import Policy
+from octavo.text import table
 
 
 def render(report: dict[str, Any]) -> str:
@@ -18,7 +18,7 @@ def render(report: dict[str, Any]) -> str:
         f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {plan['steps']} steps of "
         f"{plan['batch']} x {plan['shape']['context']} bytes, seed {plan['seed']}"
     )
-    parts = [head, table.render(("recipe", "loss", "gap", "tokens/s"), rows)] if rows else [head]
+    parts = [head, table(("recipe", "loss", "gap", "tokens/s"), rows)] if rows else [head]
     parts += [load_table(ended)] if ended and plan["shape"]["mixture"] else []
     parts += [rule_table(name, policy) for name, policy in report.get("policies", {}).items()]
     for run in runs:
@@ -56,7 +56,7 @@ def rule_table(name: str, policy: dict[str, Any]) -> str:
     rules = [str(rule) for rule in Policy.from_dict({"rules": policy["rules"]}).rules]
     counted = enumerate(zip(rules, policy["layers"], strict=True), start=1)
     rows = [[str(number), rule, str(count)] for number, (rule, count) in counted]
-    return "\n".join([table.render(("rule", f"of {name}", "layers"), rows), *policy["notes"]])
+    return "\n".join([table(("rule", f"of {name}", "layers"), rows), *policy["notes"]])
 
 
 def load_table(runs: list[dict[str, Any]]) -> str:
@@ -67,4 +67,4 @@ def load_table(runs: list[dict[str, Any]]) -> str:
         for run in runs
     ]
     even = 100 / len(runs[0]["load"][0])
-    return table.render(("expert load", *(f"layer {layer}" for layer in layers)), rows) + f"\neven load: {even:.1f} %"
+    return table(("expert load", *(f"layer {layer}" for layer in layers)), rows) + f"\neven load: {even:.1f} %"

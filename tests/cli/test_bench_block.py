@@ -7,7 +7,7 @@ import torch
 
 import octavo
 from octavo.cli import main
-from octavo.cli.bench import block_bench, on_device
+from octavo.cli.bench import block_bench, training_steps
 from octavo.demo.transformer import Block
 from octavo.recipes import SHIPPED
 
@@ -27,7 +27,7 @@ def test_a_run_prints_both_tables_and_writes_what_they_were_made_from(tmp_path, 
     cases = {row["case"]: row for row in report["results"]}
     assert list(cases) == ["bf16", "octavo fp8-current", "octavo fp8-delayed"]
     for row in cases.values():
-        assert len(row["readings_ms"]) == len(row["eager_readings_ms"]) == on_device.CPU_REPEATS
+        assert len(row["readings_ms"]) == len(row["eager_readings_ms"]) == training_steps.CPU_REPEATS
         assert min(row["readings_ms"]) <= row["ms"] <= max(row["readings_ms"])
         assert row["of_bf16"] == row["ms"] / cases["bf16"]["ms"]
         assert row["compile_s"] > row["ms"] / 1e3  # tracing a block takes longer than running a tiny one

@@ -34,12 +34,11 @@ from torch import Tensor, nn
 
 from octavo._torch.compilation import reset
 from octavo._torch.gemm import grouped_mm
-from octavo.cli import machine, options
+from octavo.cli import options
 from octavo.cli.bench import cases, isolated, peers
-from octavo.cli.bench.timed_step import kept_mib, kernels_ms, peak_mib, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
+from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, peak_mib, settled_step
+from octavo.cli.timing import device_ms, eager_ms
 from octavo.errors import UnsupportedConfig
-from octavo.inspection import table
 from octavo.moe import router
 from octavo.moe.experts import Experts
 from octavo.moe.mixture import MoE
@@ -50,6 +49,12 @@ SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 
 NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
 RECIPES = ("fp8-delayed", "fp8-block")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
+FACTS = {"bias": False, "method": cases.MEDIAN}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("tokens/s", "tokens_per_s", ".0f"), ("of bf16", "of_bf16", ".2f"),
+    ("of floor", "of_floor", ".2f"), ("kept MiB", "kept_mib", ".0f"), ("weights MiB", "codes_mib", ".0f"),
+    ("peak MiB", "peak_mib", ".0f"),
+)  # fmt: skip
 
 Shape = tuple[int, int, int, int, int]
 
@@ -67,15 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     compiled = compiled_of(arguments.recipes, arguments.compiled)
-    report |= {
-        "suite": "moe",
-        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shapes": [],
-    }
+    report["shapes"] = []
     shapes = arguments.shape or SHAPES
     if arguments.peer is not None:
         _measure_peer(arguments.peer, shapes[0], report["shapes"])
@@ -271,9 +268,7 @@ def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) 
 
 def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
     """Returns a settled step of the module, and its x."""
-    tokens, hidden, device = shape[0], shape[3], next(module.parameters()).device
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) * 1e-2
+    x, dy = batch(shape[0], shape[3], shape[3], next(module.parameters()).device)
     return settled_step(module, x, dy), x
 
 
@@ -339,33 +334,11 @@ def floors(shape: Shape) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not any(entry["results"] for entry in report.get("shapes", ())):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
-        header = ("case", "ms", "tokens/s", "of bf16", "of floor", "kept MiB", "weights MiB", "peak MiB")
-        parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
-        for name, kernels in entry["kernels"].items():
-            parts.append(_kernel_table(name, kernels))
+        parts.append(f"{title}\n{cases.render(COLUMNS, entry['results'])}")
+        parts += [cases.kernel_table(kernels, f"kernel, {name}") for name, kernels in entry["kernels"].items()]
     return "\n\n".join(parts)
-
-
-def _cells(r: dict[str, Any]) -> list[str]:
-    return [
-        f"{r['ms']:.3f}",
-        f"{r['tokens_per_s']:.0f}",
-        f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
-        f"{r['of_floor']:.2f}",
-        f"{r['kept_mib']:.0f}",
-        f"{r['codes_mib']:.0f}",
-        f"{r['peak_mib']:.0f}",
-    ]
-
-
-def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> str:
-    if any("error" in e for e in kernels):
-        return f"kernels, {name}  failed: {kernels[0]['error']}"
-    listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
-    return table.render((f"kernel, {name}", "calls", "ms a step"), listed)
