@@ -22,7 +22,7 @@ from octavo.demo import corpus, split_model
 from octavo.demo.gpt import GPT, Shape, loss_of
 from octavo.demo.moe_gpt import LoadMeter, MixtureShape, mixtures
 from octavo.demo.numerics import Sampler
-from octavo.demo.progress import make_progress
+from octavo.demo.progress import Progress
 from octavo.demo.saves import Keeper
 from octavo.errors import UnsupportedConfig
 from octavo.model.attach import attach
@@ -163,7 +163,7 @@ def train(
         if plan.ranks is not None:
             split_model.split(model, plan.ranks)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
-    clock, progress = Clock(plan), make_progress(name.ljust(len(BASELINE)), plan.steps)
+    clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
     sampler = Sampler(plan.steps, plan.samples)
 
     def note(step: int, loss: Tensor) -> None:

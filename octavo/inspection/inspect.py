@@ -12,10 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.findings import findings, verdict
-from octavo.inspection.html import page
 from octavo.inspection.inspected_layer import STATS, Inspected, Switch, inspected_class, is_inspected
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
-from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
+from octavo.inspection.tensor_rows import LayerState, TensorRow, page, row_of, table
 from octavo.model.layer_lookup import check_model, layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.ambient import ambient

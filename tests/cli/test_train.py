@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import octavo
 from octavo.cli import main, train
 from octavo.demo import corpus, training
 from octavo.demo.gpt import BYTES, GPT, Shape
-from octavo.demo.progress import LINES, Progress, RichProgress, make_progress
+from octavo.demo.progress import LINES, Progress
 from octavo.demo.train_text import gap_text
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
@@ -427,7 +428,7 @@ def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(monkeypatch)
     assert later.first_step() == 100 and later.seconds() == 105
 
 
-# -- the bar ---------------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -435,29 +436,53 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """Stderr is a terminal."""
+    found = Terminal()
+    monkeypatch.setattr("octavo.demo.progress.sys", SimpleNamespace(stderr=found))
+    return found
+
+
+@pytest.fixture
+def stream(terminal, monkeypatch):
+    """Stderr is a terminal, and rich is not installed."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    return terminal
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time, to be set."""
+    found = [0.0]
+    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: found[0])
+    return found
+
+
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 200])
-def test_a_file_gets_a_few_lines(total):
+def test_a_file_gets_a_few_lines(total, monkeypatch):
     stream = io.StringIO()
-    progress = Progress("bf16", total, stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = Progress("bf16", total)
     for step in range(1, total + 1):
         if progress.due(step):
             progress.show(step, "loss 1.000")
+    progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == min(total, LINES)
-    assert lines[-1].startswith(f"bf16  [{'#' * 24}] {total}/{total}  loss 1.000")
+    assert lines[-1].startswith(f"bf16  {total}/{total}  loss 1.000")
     assert "\r" not in stream.getvalue() and "left" not in lines[-1]
 
 
-def test_a_terminal_gets_one_line_rewritten(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 100, stream)
+def test_a_terminal_gets_one_line_rewritten(stream, now):
+    progress = Progress("bf16", 100)
     shown = []
     for step in range(1, 101):
         now[0] += 0.03
         if progress.due(step):
             shown.append(step)
             progress.show(step, "loss 1.000")
+    progress.close()
     assert shown[:3] == [1, 5, 9] and shown[-1] == 100
     assert stream.getvalue().count("\r") == len(shown)
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
@@ -465,11 +490,9 @@ def test_a_terminal_gets_one_line_rewritten(monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "ends"), [(3, "s left\n"), (10, "0 s\n"), (0, "")])
-def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
+def test_progress_that_stops_early_ends_its_line(steps, ends, stream, now):
     """Text after it begins on a line of its own."""
-    stream = Terminal()
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: 0.0)
-    progress = Progress("bf16", 10, stream)
+    progress = Progress("bf16", 10)
     for step in range(1, steps + 1):
         progress.show(step, "loss 1.000")
     progress.close()
@@ -477,20 +500,16 @@ def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
     assert stream.getvalue().endswith(ends) and stream.getvalue().count("\n") == (steps > 0)
 
 
-def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 100, stream)
+def test_the_progress_of_a_resumed_run_counts_only_its_own_steps(stream, now):
+    progress = Progress("bf16", 100)
     now[0] = 10.0
     assert progress.due(91)  # the first step of this process
     progress.show(91, "loss 1.000")
     assert "90 s left" in stream.getvalue()
 
 
-def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 10, stream)
+def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(stream, now):
+    progress = Progress("bf16", 10)
     for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
         now[0] += seconds
         assert progress.due(step)
@@ -505,27 +524,21 @@ def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch
     ]
 
 
-def test_the_bar_of_a_run_pauses_while_tensors_are_sampled(monkeypatch):
+def test_the_progress_of_a_run_pauses_while_tensors_are_sampled(monkeypatch):
     paused = []
     monkeypatch.setattr(Progress, "paused", lambda self: nullcontext(paused.append(self.title.strip())))
     training.train(training.Plan(4, 2, shape=SMALL, samples=2), recipe("mxfp8"))
     assert paused == ["mxfp8", "mxfp8"]
 
 
-def test_a_terminal_with_rich_gets_its_bar(monkeypatch):
+def test_a_terminal_with_rich_gets_its_bar(terminal):
     pytest.importorskip("rich")
-    stream = Terminal()
-    progress = RichProgress("bf16 [x]", 3, stream)
+    progress = Progress("bf16 [x]", 3)
+    assert terminal.getvalue() == "", "nothing is drawn before the first step"
     for step in range(1, 4):
         progress.show(step, f"loss {step}.000")
     progress.close()
-    assert "bf16 [x]" in stream.getvalue() and "loss 3.000" in stream.getvalue() and "3/3" in stream.getvalue()
-
-
-def test_a_terminal_without_rich_gets_the_plain_bar(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    assert type(make_progress("bf16", 3)) is Progress
+    assert all(text in terminal.getvalue() for text in ("bf16 [x]", "loss 3.000", "3/3"))
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])
