@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.demo import llama
+from octavo.demo import llama, transformer
 from octavo.demo.moe_gpt import MixtureShape, make_mixture
-from octavo.demo.transformer import Device, float32_on
+from octavo.demo.transformer import MLP, Block, Device, float32_on
 from octavo.errors import UnsupportedShape
 
 BYTES = 256
@@ -68,58 +68,28 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-class Attention(nn.Module):
-    """Causal self-attention: each position reads itself and those before it."""
+class Attention(transformer.Attention):
+    """Attention with rotary positions."""
 
-    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
-        super().__init__()
-        self.heads, self.depth = shape.heads, shape.width // shape.heads  # --parallel leaves a rank some of the heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False, **float32_on(device))
-        self.out = nn.Linear(shape.width, shape.width, bias=False, **float32_on(device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, self.depth).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded, so rounding changes them little
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.heads * self.depth))
-        return mixed
+    def placed(self, x: Tensor) -> Tensor:
+        return rotate(F.rms_norm(x, x.shape[-1:]))  # bounded, so rounding changes it little
 
 
-class MLP(nn.Module):
-    """Maps each position on its own, through four times the width."""
+class MixtureBlock(Block):
+    """A block whose MLP is a mixture of experts."""
 
-    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
-        super().__init__()
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False, **float32_on(device))
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False, **float32_on(device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
-
-
-class Block(nn.Module):
-    """Attention and MLP, or a mixture, each with a norm before it and a residual connection."""
-
-    def __init__(self, shape: Shape, device: Device = "cpu", *, plain: bool) -> None:
-        super().__init__()
-        mixture = shape.mixture
-        self.attention_norm = nn.RMSNorm(shape.width, **float32_on(device))
-        self.attention = Attention(shape, device)
-        self.mlp_norm = nn.RMSNorm(shape.width, **float32_on(device))
-        self.mlp = MLP(shape, device) if mixture is None else make_mixture(shape.width, mixture, device, plain=plain)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        h = self.mlp_norm(x)
+    def mlp_input(self, x: Tensor) -> Tensor:
         # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
-        y: Tensor = x + self.mlp(h if isinstance(self.mlp, MLP) else as_autocast(h))
-        return y
+        return as_autocast(super().mlp_input(x))
 
 
 def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
-    return llama.Block(shape.llama(), device) if shape.family == "llama" else Block(shape, device, plain=plain)
+    if shape.family == "llama":
+        return llama.make_block(shape.llama(), device)
+    width, attention = shape.width, Attention(shape.width, shape.heads, device)
+    if shape.mixture is None:
+        return Block(width, attention, MLP(width, 4 * width, device, gated=False), device)
+    return MixtureBlock(width, attention, make_mixture(width, shape.mixture, device, plain=plain), device)
 
 
 class GPT(nn.Module):

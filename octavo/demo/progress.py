@@ -1,10 +1,9 @@
 """The progress of a run on stderr: rich's bar on a terminal where rich is installed, and else plain lines, of which a
 terminal shows the latest only."""
 
+import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 LINES = 4  # of a whole run where stderr is no terminal
@@ -18,25 +17,15 @@ class Progress:
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.live = title, total, sys.stderr.isatty()
         self.bar = _rich_bar(title, total) if self.live else None
-        self.started = time.perf_counter()
-        self.first: int | None = None  # the first step of this process, which compiles and says little about the others
-        self.begun = self.started  # when that step had ended, later by all pauses since
-        self.shown = self.started - INTERVAL
+        self.shown = -math.inf  # when the last text was
 
     def due(self, done: int) -> bool:
-        if self.first is None:
-            self.first, self.begun = done, time.perf_counter()
         if self.live and done < self.total:
             return time.perf_counter() - self.shown >= INTERVAL
         return done * LINES // self.total > (done - 1) * LINES // self.total
 
     def show(self, done: int, text: str) -> None:
         self.shown = time.perf_counter()
-        spent = self.shown - self.started
-        later = 0 if self.first is None else done - self.first
-        each = (self.shown - self.begun) / later if later else spent
-        left = "" if done == self.total else f", {each * (self.total - done):.0f} s left"
-        text = f"{text}  {spent:.0f} s{left}"
         if self.bar is not None:
             self.bar.start()  # once; a run that shows nothing draws no bar
             self.bar.update(self.bar.task_ids[0], completed=done, text=text, refresh=True)
@@ -44,20 +33,11 @@ class Progress:
             start, end = ("\r\x1b[K", "") if self.live else ("", "\n")
             print(f"{start}{self.title}  {done}/{self.total}  {text}", end=end, file=sys.stderr, flush=True)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves a block that is no part of a step out of the time that a step takes, and so of the time left."""
-        before = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.begun += time.perf_counter() - before
-
     def close(self) -> None:
         """Ends the line of a terminal, so that other text starts on a new one."""
         if self.bar is not None:
             self.bar.stop()
-        elif self.live and self.shown >= self.started:
+        elif self.live and self.shown > -math.inf:
             print(file=sys.stderr)
         self.live, self.bar = False, None
 

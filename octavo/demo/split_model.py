@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from octavo.communication.collectives import total
 from octavo.communication.groups import name_of, rank_of
 from octavo.communication.tensor_parallel import own_part
-from octavo.demo.gpt import MLP, Attention
+from octavo.demo.gpt import Attention
+from octavo.demo.transformer import MLP
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear import Linear
 

@@ -170,9 +170,9 @@ def train(
         losses.append(loss)
         clock.tick(step)
         if show and progress.due(step):
-            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s")
+            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s  {clock.told(step)}")
         if sampler.due(step):
-            with clock.stopped(), progress.paused():
+            with clock.stopped():
                 sampler.take(step, model)
 
     run = None if keeper is None else SavedRun(keeper, losses, clock, sampler)
@@ -298,6 +298,13 @@ class Clock:
     def so_far(self) -> float:
         """Returns the tokens per second of this process after its first step, as far as the host knows; 0 before."""
         return self.steps * self.plan.tokens() / max(time.perf_counter() - self.begun, 1e-9)
+
+    def told(self, step: int) -> str:
+        """Returns the seconds so far and those left, as a text. A step takes as long as those of this process did, its
+        first left out unless it is the only one."""
+        now, left = time.perf_counter(), self.plan.steps - step
+        each = (now - self.begun) / self.steps if self.steps else now - self.started
+        return f"{now - self.started:.0f} s" + (f", {each * left:.0f} s left" if left else "")
 
     def seconds(self) -> float:
         return self.ended - self.started

@@ -42,7 +42,7 @@ from octavo.cli.bench.training_steps import (
     training_step,
 )
 from octavo.cli.timing import WARMUP, host_us
-from octavo.demo.transformer import Block, Size
+from octavo.demo.transformer import Size, swiglu_block
 from octavo.model.convert import convert
 from octavo.model.step import step as end_step
 from octavo.recipes import SHIPPED
@@ -91,7 +91,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Block(size).to(device, torch.bfloat16)
+    model = swiglu_block(size).to(device, torch.bfloat16)
     conversion(model)
     x = torch.randn(size.batch, size.length, size.width, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x).detach() * 1e-2

@@ -26,7 +26,7 @@ from octavo.cli import options
 from octavo.cli.bench import cases, linear_bench, peers
 from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, settled_step
 from octavo.cli.timing import device_ms, eager_ms, hosts_us
-from octavo.demo.transformer import SwiGLU
+from octavo.demo.transformer import MLP
 from octavo.fusion.blocks import LayerNormMLP
 
 SHAPE = (8192, 4096, 14336)  # tokens, hidden, feed-forward
@@ -55,7 +55,7 @@ class Stock(nn.Module):
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(hidden, eps=1e-5, device="cuda", dtype=torch.bfloat16)
-        self.mlp = SwiGLU(hidden, ffn).to("cuda", torch.bfloat16)
+        self.mlp = MLP(hidden, ffn, gated=True).to("cuda", torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.norm(x))
