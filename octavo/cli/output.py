@@ -23,6 +23,10 @@ Report = dict[str, Any]
 class Interrupted(KeyboardInterrupt):
     """Raised after Ctrl-C, once the results so far are delivered. The text says where they went."""
 
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
 
 def add_json(parser: ArgumentParser, what: str) -> None:
     parser.add_argument(
@@ -46,7 +50,7 @@ def produce(
     except KeyboardInterrupt:
         with _undisturbed():
             report["interrupted"] = True
-            raise Interrupted(_keep(report, render(report), target, indent)) from None
+            raise Interrupted(_keep(report, render(report), target, indent), report) from None
     with _undisturbed():
         deliver(report, render(report), target, indent=indent)
     return report

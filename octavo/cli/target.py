@@ -4,7 +4,7 @@ import importlib
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,12 @@ def _kinds(found: Any) -> str:
 
 
 @contextmanager
-def here() -> Iterator[None]:
-    """Puts the current folder first in Python's path inside the block, as `python -m` does."""
+def loaded(target: str) -> Iterator[tuple[nn.Module, Batches]]:
+    """Yields what `load` returns. Inside the block the current folder is first in Python's path, as `python -m` has it,
+    and what the model prints goes to stderr: it is no part of a report."""
     sys.path.insert(0, "")
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield load(target)
     finally:
         sys.path.remove("")

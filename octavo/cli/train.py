@@ -147,16 +147,15 @@ def _page_of(arguments: argparse.Namespace) -> str | None:
 def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
     page_at = _page_of(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
-    report: dict[str, Any] = {}
     try:
-        output.produce(partial(_compare_into, report, plan, subjects, saved), render, arguments.json)
+        report = output.produce(partial(compare, plan, subjects, saved), render, arguments.json)
     except output.Interrupted as stop:
-        said = [str(stop), *_write_page(report, page_at)]
+        said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
             parser = argparse.ArgumentParser()
             add_arguments(parser)
             said.append(saves.how_to_resume(saved, arguments, parser))
-        raise output.Interrupted(" ".join(said)) from None
+        raise output.Interrupted(" ".join(said), stop.report) from None
     for sentence in _write_page(report, page_at):
         print(f"\n{sentence}", file=sys.stderr if arguments.json == "-" else sys.stdout)
     return 0
@@ -187,16 +186,6 @@ def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
     if twice is not None:
         raise UnsupportedConfig(f"{twice} was given twice, and would be one line of the table. Leave one out.")
     return [Subject(name, one, saves.folder_of(name, names)) for name, one in chosen]
-
-
-def _compare_into(
-    kept: dict[str, Any], plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report: dict[str, Any]
-) -> None:
-    """Fills the report, and keeps it for a page, however far it gets."""
-    try:
-        compare(plan, subjects, saved, report)
-    finally:
-        kept.update(report)
 
 
 def _write_page(report: dict[str, Any], target: str | None) -> list[str]:

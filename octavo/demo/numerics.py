@@ -4,7 +4,7 @@ Both are measured on copies of the model, so that a sampled run has every bit of
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,18 +64,24 @@ def bytes_kept(model: nn.Module, batch: Tensor) -> int:
     """Returns the bytes that autograd keeps from a forward for its backward, without the parameters' own."""
     with _apart(batch):
         subject = copy.deepcopy(model)
-        own = {parameter.untyped_storage().data_ptr() for parameter in subject.parameters()}
-        kept: dict[int, int] = {}  # bytes by address
+        return bytes_saved(subject, lambda: loss_of(subject, batch))
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+
+def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
+    """Returns the bytes that autograd saves while `run` calls the model, each storage once and parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}  # bytes by address
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(subject, batch)  # all that is kept has an address of its own while this lives
-        del loss
-        return sum(size for address, size in kept.items() if address not in own)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()  # all that is saved has an address of its own while this lives
+    del result
+    return sum(kept.values())
 
 
 def _apart(batch: Tensor) -> Any:

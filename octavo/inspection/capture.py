@@ -71,7 +71,7 @@ class Capture:
         return compilation.generated(graph, inputs, options, see)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Resets the compiler before and after the block, records what it does, and restores its counters."""
         with compilation.recorded(_Listener(self._skipped)) as self._records:
             yield

@@ -21,6 +21,7 @@ from octavo.communication.tensor_parallel import told
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
 from octavo.inspection.report import CompileReport, Layer
+from octavo.inspection.steps import own_copy
 from octavo.model.convert import route
 from octavo.model.layer_lookup import layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
@@ -73,7 +74,7 @@ def explain(
     options = None if mode is None else _options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
-    with torch.random.fork_rng(devices=_generators(subject, inputs)), capture.watching():
+    with torch.random.fork_rng(devices=_generators(subject, inputs)), capture.recording():
         call = torch.compile(subject, backend=capture, dynamic=dynamic)
         for batch in (inputs, *then):
             for _ in range(REPLAYED if cudagraphs else 1):
@@ -129,10 +130,6 @@ def _attribute(name: str, value: Any, weight: Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _own(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
 def _tensors(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
     found = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
     return [t for t in found if isinstance(t, Tensor)]
@@ -150,7 +147,7 @@ def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]
 def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
     """Runs one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    made = [t for t in tree_leaves(call(*tree_map(_own, batch))) if isinstance(t, Tensor) and t.requires_grad]
+    made = [t for t in tree_leaves(call(*tree_map(own_copy, batch))) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
         lent = _lend_buffers(model)
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])

@@ -17,6 +17,7 @@ from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, T
 from octavo.inspection.tensor_rows import LayerState, TensorRow, page, row_of, table
 from octavo.model.layer_lookup import check_model, layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
+from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.text import plural
 
@@ -80,7 +81,7 @@ class Inspection:
         self._step, self._kept = 0, {}
         try:
             for _, layer in found:
-                self._watch(layer)
+                self._inspect(layer)
         except BaseException:
             self._leave()
             raise
@@ -98,7 +99,7 @@ class Inspection:
         if self.__dict__.get("_inside"):  # the block was never left, and nobody can read it any more
             self._leave()
 
-    def _watch(self, layer: Quantized) -> None:
+    def _inspect(self, layer: Quantized) -> None:
         with torch.inference_mode(False):  # made there, it could not be written to elsewhere
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
         layer._hidden.put(STATS, stats)
@@ -305,4 +306,4 @@ def _named(numbers: list[float]) -> dict[str, Any]:
 
 def _state(layer: Quantized) -> LayerState:
     recipe = layer.recipe or layer.__dict__.get("inspected_recipe") or ambient.recipe or UNQUANTIZED
-    return LayerState.of(recipe, held=layer._codes.held, updates=layer._scaling._updates)
+    return LayerState(resolve(recipe), layer._scaling._updates)

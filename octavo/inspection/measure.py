@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return self._cast(x, spec, scaling, None, all_reduced_amaxes("x", self.config.all_reduced, inputs.all_reduced))
 
     def w(self) -> Tensor | None:
-        """The weight; None if it is held as codes."""
+        """The weight; None if it is a quantized weight, which has codes alone."""
         weight: Tensor = self.inputs.weight
         return None if self.config.weight == "held" else weight
 

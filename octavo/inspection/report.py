@@ -174,18 +174,9 @@ class CompileReport:
         Returns:
             The fields by name.
         """
-        return {
-            "compiler": self.compiler,
-            "cudagraphs": self.cudagraphs,
-            "graphs": self.graphs,
-            "breaks": [dict(vars(b)) for b in self.breaks],
-            "recompiles": [dict(vars(r)) for r in self.recompiles],
-            "skips": list(self.skips),
-            "captured": [graph.as_dict() for graph in self.captured],
-            "layers": [layer.as_dict() for layer in self.layers],
-            "runs": [dict(vars(run)) for run in self.runs],
-            "off": list(self.off),
-        }
+        found = {name: value for name, value in vars(self).items() if not isinstance(value, tuple)}
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, tuple)}
+        return found | {name: [_plain(entry) for entry in entries] for name, entries in lists.items()}
 
     def __str__(self) -> str:
         skipped = plural(len(self.skips), "cudagraph skip") if self.cudagraphs else "no CUDA graphs asked for"
@@ -198,6 +189,12 @@ class CompileReport:
             parts += [f"  run  {run}", *[f"    refused  {text}" for text in run.refused]]
         lines = [*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)]
         return printable("\n".join([*lines, *(["", *self.off] if self.off else [])]))
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return entry
+    return entry.as_dict() if hasattr(entry, "as_dict") else dict(vars(entry))
 
 
 def _entries(name: str, found: Sequence[str]) -> list[str]:

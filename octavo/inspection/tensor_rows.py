@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from octavo.inspection.charts import histogram
 from octavo.inspection.statistics import LOWEST
@@ -10,7 +10,6 @@ from octavo.inspection.webpage import bullets, document, heading, paragraph
 from octavo.inspection.webpage import table as html_table
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
-from octavo.recipes import recipe as resolve
 from octavo.text import columns
 
 NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine")
@@ -26,12 +25,7 @@ class LayerState(NamedTuple):
     """Facts about a layer that are not measured."""
 
     recipe: Recipe
-    held: bool  # its weight is held as codes
     updates: int  # of its weight, since delayed scaling's last step
-
-    @classmethod
-    def of(cls, recipe: str | Recipe, held: bool, updates: int) -> Self:
-        return cls(resolve(recipe), held, updates)
 
     def quantizer(self, tensor: str) -> Quantizer | None:
         """The quantizer of x, w or dy that the report measures; None for the results of GEMMs."""

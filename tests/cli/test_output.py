@@ -320,7 +320,7 @@ def no_work(monkeypatch):
     def work(*args, **settings):
         pytest.fail("the work began")
 
-    for module, name in ((train, "compare"), (block_bench, "measure"), (explain_command, "load")):
+    for module, name in ((train, "compare"), (block_bench, "measure"), (explain_command, "loaded")):
         monkeypatch.setattr(module, name, work)
 
 

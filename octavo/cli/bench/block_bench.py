@@ -134,7 +134,7 @@ def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> t
     """Returns one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
     module, (x, dy) = make(*linear_bench.TINY[1:]), batch(*linear_bench.TINY, device)
     skips = cudagraph_skips()
-    settled_step(module, x, dy)  # delayed scaling: later steps measure no amax for a cold start
+    settled_step(module, x, dy)  # delayed scaling: an uncalibrated step would measure amaxes
     step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
     for _ in range(WARMUP if device.type == "cuda" else 1):
         step()

@@ -27,6 +27,7 @@ from octavo.cli import options
 from octavo.cli.bench import cases, peers
 from octavo.cli.bench.training_steps import batch, peak_mib, settled_step
 from octavo.cli.timing import device_ms, eager_ms, hosts_us
+from octavo.demo.numerics import bytes_saved
 from octavo.formats import E4M3, E5M2
 from octavo.ops.linear import Linear
 from octavo.recipes import SHIPPED
@@ -154,19 +155,8 @@ def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callabl
 
 
 def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float | None]:
-    """Returns the MiB kept for backward, each storage once and without parameters, and the peak of one step."""
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        step()
-    return {"saved_mib": sum(kept.values()) / 2**20, "peak_mib": peak_mib(step)}
+    """Returns the MiB kept for backward, without parameters, and the peak of one step."""
+    return {"saved_mib": bytes_saved(module, step) / 2**20, "peak_mib": peak_mib(step)}
 
 
 def render(report: dict[str, Any]) -> str:

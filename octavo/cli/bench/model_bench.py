@@ -63,7 +63,7 @@ SIZES = {
 }
 RECIPES = ("fp8-delayed",)  # with bf16 and torchao two minutes, most of them compilations; others on request
 WARMUP, REPEATS = 5, 30
-SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measure no amax for a cold start
+SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measure no amax, as an uncalibrated one does
 LEARNING_RATE = 1e-4
 FACTS = {
     "bias": False,

@@ -46,7 +46,7 @@ from octavo.ops.grouped_linear import GroupedLinear
 from octavo.recipes import Recipe, recipe
 
 SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
-NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
+NAMES = ("tokens", "experts", "top_k", "hidden", "feed-forward")
 RECIPES = ("fp8-delayed", "fp8-block")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 FACTS = {"bias": False, "method": cases.MEDIAN}
@@ -103,13 +103,13 @@ class Router(nn.Module):
 
     def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
-        _, experts, self.slots, hidden, _ = shape
+        _, experts, self.top_k, hidden, _ = shape
         self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
         self.preference = _preference(experts, device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight).float() + self.preference
-        probs, indices = logits.softmax(-1).topk(self.slots)
+        probs, indices = logits.softmax(-1).topk(self.top_k)
         return probs, indices
 
 
@@ -119,7 +119,7 @@ class Stock(nn.Module):
     def __init__(self, shape: Shape, device: str = "cuda", product: peers.Product = grouped_mm) -> None:
         super().__init__()
         self.product = product
-        _, self.experts, self.slots, hidden, ffn = shape
+        _, self.experts, self.top_k, hidden, ffn = shape
         self.router = Router(shape, device)
         self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
         self.down = nn.Parameter(_weights(self.experts, hidden, ffn, device))
@@ -129,7 +129,7 @@ class Stock(nn.Module):
         flat = indices.flatten()
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
-        tokens = order // self.slots
+        tokens = order // self.top_k
         h = self.product(x[tokens], self.up.transpose(1, 2), ends)
         a, b = h.chunk(2, -1)
         y = self.product(F.silu(a) * b, self.down.transpose(1, 2), ends)
@@ -167,8 +167,8 @@ class PreferringRouter(router.Router):
 
 def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
     """Returns an octavo.MoE whose router prefers the same experts as that of the other cases."""
-    _, experts, slots, hidden, ffn = shape
-    layer = MoE(hidden, ffn, experts, slots, recipe=recipe, device=device, dtype=torch.bfloat16)
+    _, experts, top_k, hidden, ffn = shape
+    layer = MoE(hidden, ffn, experts, top_k, recipe=recipe, device=device, dtype=torch.bfloat16)
     layer.router = PreferringRouter(shape, device)
     return layer
 
@@ -315,8 +315,8 @@ def _quantizes(chosen: Recipe) -> bool:
 
 def floors(shape: Shape) -> dict[str, float]:
     """Returns the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
-    tokens, experts, slots, hidden, ffn = shape
-    rows = tokens * slots
+    tokens, experts, top_k, hidden, ffn = shape
+    rows = tokens * top_k
     gemms = 3 * 3 * 2 * rows * hidden * ffn
     # x and dy into codes both ways; h activated into codes; h and da into codes of dh both ways and of a; sums of y, dx
     moved = rows * (hidden * (4 + 4) + ffn * (5 + 11) + hidden * 4) + tokens * hidden * 8
