@@ -41,7 +41,8 @@ class Attention(nn.Module):
 
     def mixed(self, qkv: Tensor) -> Tensor:
         """Returns rows of mixed values, from rows of q, k and v, side by side."""
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
+        heads = qkv.view(*qkv.shape[:2], 3, self.heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
         values = F.scaled_dot_product_attention(self.placed(q), self.placed(k), v, is_causal=True)
         return values.transpose(1, 2).flatten(-2)
 
