@@ -50,7 +50,7 @@ class Mixture(nn.Module):
         self.experts.fc2.weight.data *= (2 * SHAPE.layers) ** -0.5  # the residual stream sums as many outputs
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the arguments of the experts, x in 16 bits as torch.autocast would cast it."""
+        """Return the arguments of the experts, x in 16 bits as torch.autocast would cast it."""
         probs, indices = self.router(x).float().softmax(-1).topk(SLOTS)
         return x.bfloat16(), indices, probs
 
@@ -68,7 +68,7 @@ def build(recipe: str, storage: str, plan: Plan) -> GPT:
 
 
 def train(recipe: str, storage: str, plan: Plan) -> float:
-    """Trains from fresh weights, and returns the loss on the text held out."""
+    """Train from fresh weights, and return the loss on the text held out."""
     text, held_out = corpus.load()
     torch.manual_seed(plan.seed)
     model = build(recipe, storage, plan)
@@ -81,7 +81,7 @@ def train(recipe: str, storage: str, plan: Plan) -> float:
 
 
 def kept_bytes(recipe: str, plan: Plan) -> dict[str, int]:
-    """Returns the bytes that the activation of a mixture keeps for backward in one step, by storage. Raises if the
+    """Return the bytes that the activation of a mixture keeps for backward in one step, by storage. Raises if the
     experts are not fused: both runs would then be the same."""
     found = {}
     for storage in STORAGES:
@@ -98,7 +98,7 @@ def kept_bytes(recipe: str, plan: Plan) -> dict[str, int]:
 
 
 def gradient_errors(recipe: str, device: torch.device) -> dict[str, dict[str, float]]:
-    """Returns the relative error, root of the mean square, of each gradient of a layer in float32, by storage."""
+    """Return the relative error, root of the mean square, of each gradient of a layer in float32, by storage."""
     experts, assignments, tokens, hidden, ffn = LAYER
     torch.manual_seed(0)
     x, dy = (torch.randn(tokens, hidden, device=device) for _ in range(2))
@@ -120,7 +120,7 @@ def gradient_errors(recipe: str, device: torch.device) -> dict[str, dict[str, fl
 
 
 def exact(x: Tensor, indices: Tensor, probs: Tensor, dy: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
-    """Returns the gradients of unquantized experts, in float64."""
+    """Return the gradients of unquantized experts, in float64."""
     x, probs, w1, w2 = (t.double().requires_grad_() for t in (x, probs, w1, w2))
     y = torch.zeros_like(x)
     for e in range(len(w1)):

@@ -87,7 +87,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def grown(case: str, mode: str, by_size: dict[str, Any]) -> str:
-    """Returns the times of a case, and the events whose time grows most with the size."""
+    """Return the times of a case, and the events whose time grows most with the size."""
     tiny, large = by_size["tiny"], by_size["at size"]
     rows = [f"{case}, {mode}: {tiny['us']:.0f} us tiny, {large['us']:.0f} at size"]
     names = set(tiny["events"]) | set(large["events"])

@@ -64,14 +64,14 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
 
 
 def batches_of(arguments: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """Returns a batch of bytes for each step."""
+    """Return a batch of bytes for each step."""
     text, context = corpus.load()[0], arguments.length - 1
     drawn = corpus.batches(text, steps=arguments.steps, batch=arguments.batch, context=context, seed=0)
     return [batch.to(device) for batch in drawn]
 
 
 def trained(recipe: str | None, size: str, batches: list[Tensor], device: torch.device) -> dict[str, Any]:
-    """Trains one model, and returns its losses and the time of a step."""
+    """Train one model, and return its losses and the time of a step."""
     model = built(size, device)
     row: dict[str, Any] = {"recipe": recipe or "bf16, transformers"}
     if recipe is not None:

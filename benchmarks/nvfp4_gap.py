@@ -161,7 +161,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
 
 
 def one_run(model: str, name: str, seed: int, steps: int, batch: int, device: str) -> dict[str, Any]:
-    """Trains one candidate, and evaluates its weights in bf16 too."""
+    """Train one candidate, and evaluate its weights in bf16 too."""
     plan = Plan(steps, batch, seed, torch.device(device), shape=shape_of(model))
     spec = None if name == BASELINE else candidates(steps)[name]
     unquantized: list[float] = []
@@ -226,7 +226,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def look(plan: Plan) -> None:
-    """Prints what NVFP4 does to a model that was trained in bf16."""
+    """Print what NVFP4 does to a model that was trained in bf16."""
     trained: list[GPT] = []
 
     def ended(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ Report = dict[str, Any]
 
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of `python3 -m benchmarks.NAME`."""
+    """Return the parser of `python3 -m benchmarks.NAME`."""
     parser = argparse.ArgumentParser(prog=f"python3 -m benchmarks.{name}", description=(doc or "").split("\n")[0])
     parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here, after every part")
@@ -26,7 +26,7 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_training(parser: argparse.ArgumentParser, steps: int, batch: int, seeds: Sequence[int]) -> None:
-    """Adds the options of a study that trains the model of `octavo train` from several seeds."""
+    """Add the options of a study that trains the model of `octavo train` from several seeds."""
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch", type=int, default=batch)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
@@ -38,7 +38,7 @@ def run(
     measure: Callable[[argparse.Namespace, torch.device], Report],
     render: Callable[[Report], str],
 ) -> int:
-    """Measures and prints. Returns the exit code: 1 if the report, or one of its results, is not "ok"."""
+    """Measure and print. Returns the exit code: 1 if the report, or one of its results, is not "ok"."""
     arguments = parser.parse_args(argv)
     try:
         report = measure(arguments, machine.parse_device(arguments.device))
@@ -56,7 +56,7 @@ def write(report: Report, path: Path | None) -> None:
 
 
 def heading(report: Report, what: str) -> str:
-    """Returns the first line of a report: the machine, and what was run on it."""
+    """Return the first line of a report: the machine, and what was run on it."""
     facts = report["machine"]
     return f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {what}"
 

@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 def add_commands(
     parser: argparse.ArgumentParser, dest: str, modules: dict[str, str], add_common: AddArguments | None = None
 ) -> None:
-    """Adds the choice of a command to a parser, by its name and its module of `octavo.cli`. `add_common` adds the
+    """Add the choice of a command to a parser, by its name and its module of `octavo.cli`. `add_common` adds the
     options that all of these commands have."""
     chosen = parser.add_subparsers(dest=dest, metavar=dest.upper(), title=f"{dest}s", parser_class=CommandParser)
     for name, module in modules.items():
@@ -52,14 +52,14 @@ def add_commands(
 
 
 def _first_line(module: str) -> str:
-    """Returns the first line of a module's docstring, read from its source."""
+    """Return the first line of a module's docstring, read from its source."""
     path = Path(__file__).parent.joinpath(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return source.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix('"""')
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(prog="octavo", description=DESCRIPTION, epilog=EPILOG, formatter_class=PLAIN)
     parser.add_argument("--version", action="version", version=f"octavo {version}")
     add_commands(parser, "command", COMMANDS)

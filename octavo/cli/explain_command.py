@@ -70,7 +70,7 @@ def parse_conditions(text: str) -> list[str]:
 
 
 def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
-    """Returns a sentence for each condition that is met."""
+    """Return a sentence for each condition that is met."""
     sentences = []
     for word in conditions:
         noun, find = CONDITIONS[word]

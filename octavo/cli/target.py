@@ -21,7 +21,7 @@ def add_target(parser: ArgumentParser) -> None:
 
 
 def load(target: str) -> tuple[nn.Module, Batches]:
-    """Returns the model, and the arguments of each call."""
+    """Return the model, and the arguments of each call."""
     name, _, attribute = target.partition(":")
     if not name or not attribute:
         raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
@@ -42,7 +42,7 @@ def load(target: str) -> tuple[nn.Module, Batches]:
 
 
 def _check_callable_alone(target: str, function: Any) -> None:
-    """Raises if a call without arguments is not possible."""
+    """Raise if a call without arguments is not possible."""
     try:
         parameters = signature(function)
     except (TypeError, ValueError):  # some built-in functions have none
@@ -85,7 +85,7 @@ def _kinds(found: Any) -> str:
 
 @contextmanager
 def loaded(target: str) -> Iterator[tuple[nn.Module, Batches]]:
-    """Yields what `load` returns. Inside the block the current folder is first in Python's path, as `python -m` has it,
+    """Yield what `load` returns. Inside the block the current folder is first in Python's path, as `python -m` has it,
     and what the model prints goes to stderr: it is no part of a report."""
     sys.path.insert(0, "")
     try:

@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _page_of(arguments: argparse.Namespace) -> str | None:
-    """Returns the file of the page; None if there is to be none."""
+    """Return the file of the page; None if there is to be none."""
     if arguments.html is None and arguments.out is not None:
         return str(Path(arguments.out) / "report.html")
     found: str | None = arguments.html
@@ -162,7 +162,7 @@ def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) 
 
 
 def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
-    """Returns the settings of all runs, checked before any work."""
+    """Return the settings of all runs, checked before any work."""
     device = machine.parse_device(arguments.device)
     if arguments.compile:
         check_compiler(device)
@@ -176,7 +176,7 @@ def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
 
 
 def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
-    """Returns the runs beside the baseline: recipes first, then policies, each in their order."""
+    """Return the runs beside the baseline: recipes first, then policies, each in their order."""
     policies = arguments.policy or []
     recipes = arguments.recipe or ([] if policies else [DEFAULT])
     chosen: list[tuple[str, Recipe | Policy]] = [(name_of(recipe(text)), recipe(text)) for text in recipes]
@@ -189,7 +189,7 @@ def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
 
 
 def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
-    """Writes the page of a report that has losses. Returns a sentence that says where it is."""
+    """Write the page of a report that has losses. Returns a sentence that says where it is."""
     if target is None or not runs_of(report):
         return []
     output.write(Path(target), page.render(report))
@@ -197,7 +197,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises if torch.compile would fail later: for a CPU it generates C++ and needs a compiler."""
+    """Raise if torch.compile would fail later: for a CPU it generates C++ and needs a compiler."""
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise UnsupportedHardware(
             f"torch.compile on a CPU needs a C++ compiler, and none of {', '.join(COMPILERS)} is here. "
@@ -206,7 +206,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report: dict[str, Any]) -> None:
-    """Fills the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
+    """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     report["routes"] = [row for subject in subjects for row in routes(subject, plan.device)]
     for subject in subjects:
@@ -236,7 +236,7 @@ def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report
 
 
 def tried(plan: Plan, policy: Policy) -> dict[str, Any]:
-    """Returns a policy as data, with the number of layers that take each rule at the first step."""
+    """Return a policy as data, with the number of layers that take each rule at the first step."""
     model = GPT(plan.shape, seed=plan.seed)
     made: ConversionReport = converted(model, policy)
     if next(layers(model), None) is None:
@@ -249,7 +249,7 @@ def tried(plan: Plan, policy: Policy) -> dict[str, Any]:
 
 
 def routes(subject: Subject, device: torch.device) -> list[dict[str, str]]:
-    """Returns how each GEMM of a linear layer runs on this device, native, emulated or by the reference: for a recipe,
+    """Return how each GEMM of a linear layer runs on this device, native, emulated or by the reference: for a recipe,
     or for each recipe of a policy."""
     if isinstance(subject.chosen, Recipe):
         return [{"recipe": subject.name, **_routes(subject.chosen, device)}]
@@ -263,7 +263,7 @@ def _routes(chosen: Recipe, device: torch.device) -> dict[str, str]:
 
 
 def settings_of(plan: Plan, name: str, chosen: Recipe | Policy | None) -> dict[str, Any]:
-    """Returns what decides the numbers of a run, by option."""
+    """Return what decides the numbers of a run, by option."""
     return {
         "--recipe": name, "--policy": str(chosen) if isinstance(chosen, Policy) else None,
         "--model": plan.model(), "--steps": plan.steps, "--batch": plan.batch, "--seed": plan.seed,

@@ -42,18 +42,18 @@ class Shape:
             )
 
     def sizes(self) -> str:
-        """Returns the sizes as --size takes them, with their names."""
+        """Return the sizes as --size takes them, with their names."""
         return f"width {self.width}, layers {self.layers}, heads {self.heads}, context {self.context}"
 
     def llama(self) -> llama.Size:
-        """Returns the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
+        """Return the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
         shared = self.heads if self.heads % 2 else self.heads // 2
         hidden = -(-8 * self.width // 3 // 32) * 32  # a multiple of 32, which every scheme of scales divides
         return llama.Size(1, self.context, self.width, self.heads, shared, hidden, self.layers, BYTES)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotates pairs of channels by an angle proportional to the position, so that products depend on the distance."""
+    """Rotate pairs of channels by an angle proportional to the position, so that products depend on the distance."""
     t, d = x.shape[-2:]
     speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
     angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * speed  # [T, D/2]
@@ -63,7 +63,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Returns x in the dtype of torch.autocast, if that is on."""
+    """Return x in the dtype of torch.autocast, if that is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -106,7 +106,7 @@ class GPT(nn.Module):
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
-        """Draws the weights again: equal for equal seeds, on any device."""
+        """Draw the weights again: equal for equal seeds, on any device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() >= 2:
@@ -130,7 +130,7 @@ class GPT(nn.Module):
 def loss_of(
     call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
 ) -> Tensor:
-    """Returns the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
+    """Return the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
     for each sequence."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):

@@ -68,7 +68,7 @@ class PlainAttention(RotaryFactors):
         return self.size.kv_heads < self.size.heads
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v, each [B, heads, T, D], q and k rotated."""
+        """Return q, k and v, each [B, heads, T, D], q and k rotated."""
         length = qkv.shape[1]
         q, k, v = heads_of(qkv, self.own[:length], self.other[:length], self.size.heads, self.size.kv_heads)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -100,7 +100,7 @@ def plain_blocks(size: Size, device: Device = "cpu") -> nn.Module:
 
 
 def fused_blocks(size: Size, device: Device = "cpu", *, recipe: str) -> nn.Module:
-    """Returns the same blocks as one Sequential: everything from one attention to the next runs as one operation."""
+    """Return the same blocks as one Sequential: everything from one attention to the next runs as one operation."""
     layers: list[nn.Module] = []
     norm = partial(ops.RMSNorm, size.width, eps=EPS, **float32_on(device))
     rotary: Any = {"kv_heads": size.kv_heads, "positions": size.length, "base": TURN, "device": device}

@@ -25,7 +25,7 @@ class Sampler:
         self._batch: Tensor | None = None
 
     def following(self, data: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
-        """Yields the batches, and remembers the latest."""
+        """Yield the batches, and remember the latest."""
         for batch in data:
             self._batch = batch.to(device)
             yield self._batch
@@ -34,7 +34,7 @@ class Sampler:
         return step in self.at
 
     def take(self, step: int, model: nn.Module) -> None:
-        """Measures the model after a step, on the batch of that step."""
+        """Measure the model after a step, on the batch of that step."""
         assert self._batch is not None
         if self.kept_mib is None:
             self.kept_mib = bytes_kept(model, self._batch) / 2**20
@@ -42,13 +42,13 @@ class Sampler:
             self.samples.append({"step": step, **tensors_of(model, self._batch)})
 
     def go_on(self, samples: list[dict[str, Any]], kept_mib: float | None) -> None:
-        """Goes on with what a saved run has."""
+        """Go on with what a saved run has."""
         self.samples[:] = samples
         self.kept_mib = kept_mib
 
 
 def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    """Returns the numbers of `octavo.inspect` over one forward and backward of a copy: by layer, tensor and name, with
+    """Return the numbers of `octavo.inspect` over one forward and backward of a copy: by layer, tensor and name, with
     what is wrong in sentences."""
     with _apart(batch):
         subject = copy.deepcopy(model)
@@ -61,14 +61,14 @@ def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 
 def bytes_kept(model: nn.Module, batch: Tensor) -> int:
-    """Returns the bytes that autograd keeps from a forward for its backward, without the parameters' own."""
+    """Return the bytes that autograd keeps from a forward for its backward, without the parameters' own."""
     with _apart(batch):
         subject = copy.deepcopy(model)
         return bytes_saved(subject, lambda: loss_of(subject, batch))
 
 
 def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
-    """Returns the bytes that autograd saves while `run` calls the model, each storage once and parameters left out."""
+    """Return the bytes that autograd saves while `run` calls the model, each storage once and parameters left out."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}  # bytes by address
 
@@ -85,5 +85,5 @@ def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _apart(batch: Tensor) -> Any:
-    """Returns a context that leaves torch's generators as they were."""
+    """Return a context that leaves torch's generators as they were."""
     return torch.random.fork_rng(devices=[batch.device] if batch.device.type == "cuda" else [])

@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def render(report: dict[str, Any]) -> str:
-    """Returns the page of a report of `octavo train`, as far as it got."""
+    """Return the page of a report of `octavo train`, as far as it got."""
     runs, plan = runs_of(report), report["plan"]
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
     losses = [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs]
@@ -89,7 +89,7 @@ def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, st
 
 
 def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Markup]:
-    """Returns the curves of losses above the baseline's, and how to read them."""
+    """Return the curves of losses above the baseline's, and how to read them."""
     above = []
     for run in runs[1:]:
         values, band = gaps(run["losses"], runs[0]["losses"])
@@ -100,12 +100,12 @@ def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Marku
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Returns the mean of each value and those before it."""
+    """Return the mean of each value and those before it."""
     return [fmean(values[first:end]) for first, end in _reaches(len(values))]
 
 
 def gaps(losses: Sequence[float], base: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns how far losses are above those of a baseline on the same batches, in percent of its mean, smoothed; and
+    """Return how far losses are above those of a baseline on the same batches, in percent of its mean, smoothed; and
     two standard errors of that. It is NaN where the baseline is zero."""
     steps = min(len(losses), len(base))
     found, noise = [], []
@@ -120,7 +120,7 @@ def gaps(losses: Sequence[float], base: Sequence[float]) -> tuple[list[float], l
 
 
 def _reaches(steps: int, whole: int | None = None) -> list[tuple[int, int]]:
-    """Returns the steps that the running mean at each step covers, of a run of `whole` steps."""
+    """Return the steps that the running mean at each step covers, of a run of `whole` steps."""
     reach = max(1, round(SMOOTH * (steps if whole is None else whole)))
     return [(max(0, end - reach), end) for end in range(1, steps + 1)]
 
@@ -143,7 +143,7 @@ def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
 
 
 def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> list[Markup]:
-    """Returns a table of time and memory."""
+    """Return a table of time and memory."""
     tokens = plan["batch"] * plan["shape"]["context"]
     rows = [
         [
@@ -169,7 +169,7 @@ def _unit(value: float | None, unit: str) -> str:
 
 
 def _load(run: dict[str, Any]) -> list[Markup]:
-    """Returns a table of the share of the held-out text that each expert of each layer got."""
+    """Return a table of the share of the held-out text that each expert of each layer got."""
     rows = [[f"layer {n}", *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
     return [heading(f"Load of the experts: {run['recipe']}"), table(["", *experts], rows)]
@@ -182,7 +182,7 @@ def _routes(routes: Sequence[dict[str, str]]) -> list[Markup]:
 
 
 def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
-    """Returns a table of a policy's rules, with the number of layers that each took at the first step."""
+    """Return a table of a policy's rules, with the number of layers that each took at the first step."""
     rows = [
         [str(number), ", ".join(f"{k} = {v!r}" for k, v in rule.items()), str(count)]
         for number, (rule, count) in enumerate(zip(policy["rules"], policy["layers"], strict=True), 1)
@@ -195,7 +195,7 @@ def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
 
 
 def _numerics(run: dict[str, Any], colour: str) -> list[Markup]:
-    """Returns a table with a row for each layer, and what is wrong in sentences."""
+    """Return a table with a row for each layer, and what is wrong in sentences."""
     samples = run["numerics"]
     steps = ", ".join(str(sample["step"]) for sample in samples)
     layers = list(dict.fromkeys(layer for sample in samples for layer in sample["layers"]))
@@ -212,7 +212,7 @@ def _numerics(run: dict[str, Any], colour: str) -> list[Markup]:
 
 
 def _over_steps(samples: Sequence[dict[str, Any]], layer: str, tensor: str, number: str) -> dict[int, float]:
-    """Returns a number of a layer's tensor by step, where it exists."""
+    """Return a number of a layer's tensor by step, where it exists."""
     found = {sample["step"]: sample["layers"].get(layer, {}).get(tensor, {}).get(number) for sample in samples}
     return {step: value for step, value in found.items() if value is not None}
 
@@ -224,7 +224,7 @@ def _is_shown(number: str, column: Sequence[dict[int, float]]) -> bool:
 
 
 def _cell(by_step: dict[int, float], number: str, bounds: Sequence[float]) -> str:
-    """Returns the mean as text, shaded by how bad it is; each step's value is in the title."""
+    """Return the mean as text, shaded by how bad it is; each step's value is in the title."""
     if not by_step:
         return "–"
     mean, (good, bad) = fmean(by_step.values()), bounds

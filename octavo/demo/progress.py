@@ -34,7 +34,7 @@ class Progress:
             print(f"{start}{self.title}  {done}/{self.total}  {text}", end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Ends the line of a terminal, so that other text starts on a new one."""
+        """End the line of a terminal, so that other text starts on a new one."""
         if self.bar is not None:
             self.bar.stop()
         elif self.live and self.shown > -math.inf:
@@ -43,7 +43,7 @@ class Progress:
 
 
 def _rich_bar(title: str, total: int) -> Any:
-    """Returns rich's bar on stderr; None where rich is not installed."""
+    """Return rich's bar on stderr; None where rich is not installed."""
     try:
         from rich import progress
         from rich.console import Console

@@ -7,7 +7,7 @@ from octavo.text import table
 
 
 def render(report: dict[str, Any]) -> str:
-    """Returns the text of a report of `octavo train`, as far as it got; "" if it has no run."""
+    """Return the text of a report of `octavo train`, as far as it got; "" if it has no run."""
     runs = runs_of(report)
     if not runs:
         return ""
@@ -36,13 +36,13 @@ def render(report: dict[str, Any]) -> str:
 
 
 def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the runs that have losses, the baseline first."""
+    """Return the runs that have losses, the baseline first."""
     found = [report.get("bf16"), *report.get("recipes", [])]
     return [run for run in found if run and run["losses"]]
 
 
 def gap_text(run: dict[str, Any]) -> str:
-    """Returns a run's gap with its noise; "" for the baseline."""
+    """Return a run's gap with its noise; "" for the baseline."""
     if run.get("gap_percent") is None:
         return ""
     said, noise = f"{round(run['gap_percent'], 2) + 0.0:+.2f}", run.get("gap_noise_percent")  # + 0.0: no minus zero
@@ -52,7 +52,7 @@ def gap_text(run: dict[str, Any]) -> str:
 
 
 def rule_table(name: str, policy: dict[str, Any]) -> str:
-    """Returns a table of a policy's rules and the number of layers that took each, with the notes of the conversion."""
+    """Return a table of a policy's rules and the number of layers that took each, with the notes of the conversion."""
     rules = [str(rule) for rule in Policy.from_dict({"rules": policy["rules"]}).rules]
     counted = enumerate(zip(rules, policy["layers"], strict=True), start=1)
     rows = [[str(number), rule, str(count)] for number, (rule, count) in counted]
@@ -60,7 +60,7 @@ def rule_table(name: str, policy: dict[str, Any]) -> str:
 
 
 def load_table(runs: list[dict[str, Any]]) -> str:
-    """Returns a table of the smallest and the largest share of the held-out text that an expert of each layer got."""
+    """Return a table of the smallest and the largest share of the held-out text that an expert of each layer got."""
     layers = range(1, len(runs[0]["load"]) + 1)
     rows = [
         [run["recipe"], *(f"{100 * min(shares):.1f} - {100 * max(shares):.1f} %" for shares in run["load"])]

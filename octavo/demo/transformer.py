@@ -12,7 +12,7 @@ Device = torch.device | str
 
 
 def float32_on(device: Device) -> Any:
-    """Returns the settings of every parameter of the small models: they begin in float32, whatever torch's defaults."""
+    """Return the settings of every parameter of the small models: they begin in float32, whatever torch's defaults."""
     return {"device": device, "dtype": torch.float32}
 
 
@@ -40,14 +40,14 @@ class Attention(nn.Module):
         return y
 
     def mixed(self, qkv: Tensor) -> Tensor:
-        """Returns rows of mixed values, from rows of q, k and v, side by side."""
+        """Return rows of mixed values, from rows of q, k and v, side by side."""
         heads = qkv.view(*qkv.shape[:2], 3, self.heads, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
         values = F.scaled_dot_product_attention(self.placed(q), self.placed(k), v, is_causal=True)
         return values.transpose(1, 2).flatten(-2)
 
     def placed(self, x: Tensor) -> Tensor:
-        """Returns q or k with its position in it; this attention knows none."""
+        """Return q or k with its position in it; this attention knows none."""
         return x
 
 
@@ -94,6 +94,6 @@ class Block(nn.Module):
 
 
 def swiglu_block(size: Size, device: Device = "cpu") -> Block:
-    """Returns a block with a language model's proportions, without positions."""
+    """Return a block with a language model's proportions, without positions."""
     attention = Attention(size.width, size.heads, device)
     return Block(size.width, attention, MLP(size.width, size.hidden, device, gated=True), device)

@@ -22,19 +22,19 @@ class Curve(NamedTuple):
     band: Sequence[float] = ()
 
     def with_band(self) -> list[tuple[int, float, float]]:
-        """Returns step, value and half-width where both are finite."""
+        """Return step, value and half-width where both are finite."""
         found = enumerate(zip(self.values, self.band, strict=False), 1)
         return [(step, v, b) for step, (v, b) in found if math.isfinite(v) and math.isfinite(b)]
 
     def extent(self) -> list[float]:
-        """Returns all finite values that must be in view. The first steps' bands are as wide as the losses: they may
+        """Return all finite values that must be in view. The first steps' bands are as wide as the losses: they may
         be cut."""
         around = [v + side * b for step, v, b in self.with_band() if step > 10 for side in (-1, 1)]
         return [v for v in (*self.values, *around) if math.isfinite(v)]
 
 
 def figure(curves: Sequence[Curve], caption: str, *, zero: bool = False) -> Markup:
-    """Returns curves over the steps, with a legend. `zero` keeps zero in view, and draws it."""
+    """Return curves over the steps, with a legend. `zero` keeps zero in view, and draws it."""
     values = [v for curve in curves for v in curve.extent()]
     if not values:
         return Markup("")
@@ -77,7 +77,7 @@ def figure(curves: Sequence[Curve], caption: str, *, zero: bool = False) -> Mark
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Returns about five round numbers that cover a range."""
+    """Return about five round numbers that cover a range."""
     span = (high - low) or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= 5)
@@ -86,7 +86,7 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 
 def histogram(counts: Sequence[float], shown: range, mark: int, title: Callable[[int], str]) -> Markup:
-    """Returns a bar for each bin of `shown` that has a count, as high as its share of the largest; its title says the
+    """Return a bar for each bin of `shown` that has a count, as high as its share of the largest; its title says the
     share in numbers, and where the bin is. A dashed line is at the beginning of the bin `mark`."""
     highest = max(counts, default=0)
     if not highest:
@@ -107,7 +107,7 @@ def histogram(counts: Sequence[float], shown: range, mark: int, title: Callable[
 
 
 def bars(first: float, second: float, largest: float) -> Markup:
-    """Returns two bars, one above the other, in parts of the largest of the table; a value that is not finite has
+    """Return two bars, one above the other, in parts of the largest of the table; a value that is not finite has
     none."""
     wide = [BAR * (value if math.isfinite(value) else 0.0) / largest for value in (first, second)]
     return Markup(

@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
     rows: tuple[ComparedRow, ...]
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the numbers as a flat dict, for loggers.
+        """Return the numbers as a flat dict, for loggers.
 
         Returns:
             Numbers by "parameter/recipe/number", such as "fc1.weight/nvfp4/cosine". The two names are distinct: the
@@ -85,7 +85,7 @@ class Comparison(NamedTuple):
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def save_html(self, path: str) -> None:
-        """Writes the table and a plot of the errors as one HTML file without other files.
+        """Write the table and a plot of the errors as one HTML file without other files.
 
         Args:
             path: the file.
@@ -100,7 +100,7 @@ class Comparison(NamedTuple):
             file.write(self.html())
 
     def html(self) -> str:
-        """Returns the text of `save_html`.
+        """Return the text of `save_html`.
 
         Returns:
             A whole HTML page.
@@ -151,7 +151,7 @@ class Comparison(NamedTuple):
 def compare(
     model: nn.Module, batches: Iterable[Any], first: str | Recipe, second: str | Recipe, *, loss: Loss | None = None
 ) -> Comparison:
-    """Computes the gradients of two recipes on the same batches at the same weights, beside the unquantized ones.
+    """Compute the gradients of two recipes on the same batches at the same weights, beside the unquantized ones.
 
     It runs three deep copies of the model: one in each recipe, and one unquantized. The model and torch's generators
     stay as they are; dropout draws the same numbers in all three. The weights are not updated between batches; delayed

@@ -42,7 +42,7 @@ def explain(
     backward: bool = True,
     dynamic: bool | None = None,
 ) -> CompileReport:
-    """Compiles a copy of a model, calls it, and reports graphs, graph breaks, recompiles and the route of each layer.
+    """Compile a copy of a model, call it, and report graphs, graph breaks, recompiles and the route of each layer.
 
     The model, its state, the inputs and torch's generators stay as they are. The call runs `torch._dynamo.reset()`
     before and after: other compiled functions of this process are compiled again.
@@ -123,7 +123,7 @@ def copied(model: Any, function: str = "explain") -> nn.Module:
 
 
 def _attribute(name: str, value: Any, weight: Tensor) -> Any:
-    """Returns a parameter's attribute for the parameter's copy, with its own memory for what backward writes."""
+    """Return a parameter's attribute for the parameter's copy, with its own memory for what backward writes."""
     if name == "get_main_grad":
         buffer = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         return lambda: buffer
@@ -140,12 +140,12 @@ def _device(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
 
 
 def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
-    """Returns the GPUs whose random generators a call may advance."""
+    """Return the GPUs whose random generators a call may advance."""
     return [device for device in {t.device for t in _tensors(model, inputs)} if device.type == "cuda"]
 
 
 def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
-    """Runs one forward, and one backward from the outputs that require a gradient."""
+    """Run one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     made = [t for t in tree_leaves(call(*tree_map(own_copy, batch))) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
@@ -157,7 +157,7 @@ def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], ba
 
 
 def _lend_buffers(model: nn.Module) -> list[Any]:
-    """Gives a main_grad to the weights that lack one, and returns these weights. The missing buffer is already reported
+    """Give a main_grad to the weights that lack one, and return these weights. The missing buffer is already reported
     as a refusal of forward, and must not end the report here."""
     fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
     found: list[Any] = [weight for m in fused for weight in m._weight_parts() if not has_buffer([weight])]
@@ -186,7 +186,7 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
 
 
 def _why_uncompiled(path: str, layer: Quantized, unsupported_reasons: tuple[str, ...]) -> str:
-    """Returns the refusal that names the layer, or else a general reason."""
+    """Return the refusal that names the layer, or else a general reason."""
     own = [text for text in unsupported_reasons if f"at {path!r}" in text]
     if not own and layer._parametrized_weights():
         return "whether it is in a graph is found by its weight, and this one is made by a parametrization"

@@ -107,7 +107,7 @@ class Inspected(Quantized):
         return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
-        """Copies the layer into the block, whose end makes the copy as it was outside, too."""
+        """Copy the layer into the block, whose end makes the copy as it was outside, too."""
         new: Quantized = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(_own(self, "__getstate__")(), memo))
@@ -122,7 +122,7 @@ class Inspected(Quantized):
         _forget(self)  # `octavo.revert` gives the layer another class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the layer as it is outside of the block."""
+        """Pickle the layer as it is outside of the block."""
         kind = vars(type(self)).get("_inspected_class")
         if kind is None:  # a class was made from that of the block
             return super().__reduce_ex__(protocol)

@@ -59,7 +59,7 @@ class Graph:
     others: tuple[tuple[str, int], ...]
 
     def count(self, name: str) -> int:
-        """Counts the calls of an operator.
+        """Count the calls of an operator.
 
         Args:
             name: the operator, such as "octavo::run".
@@ -70,7 +70,7 @@ class Graph:
         return dict(self.nodes + self.others).get(name, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the graph as plain data, for JSON.
+        """Return the graph as plain data, for JSON.
 
         Returns:
             The fields by name.
@@ -99,7 +99,7 @@ class Layer:
     parallel: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the layer as plain data, for JSON.
+        """Return the layer as plain data, for JSON.
 
         Returns:
             The fields by name.
@@ -157,7 +157,7 @@ class CompileReport:
     off: tuple[str, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
-        """Counts the calls of an operator in the captured graphs.
+        """Count the calls of an operator in the captured graphs.
 
         Args:
             name: the operator: "octavo::run" is a layer's forward, "octavo::run_bwd" its backward.
@@ -169,7 +169,7 @@ class CompileReport:
         return sum(graph.count(name) for graph in self.captured if direction in ("", graph.direction))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, for JSON.
+        """Return the report as plain data, for JSON.
 
         Returns:
             The fields by name.
@@ -198,7 +198,7 @@ def _plain(entry: Any) -> Any:
 
 
 def _entries(name: str, found: Sequence[str]) -> list[str]:
-    """Returns one line for each different entry, with its number if it occurs more than once."""
+    """Return one line for each different entry, with its number if it occurs more than once."""
     once = list(dict.fromkeys(found))
     lines = [text + (f" ({found.count(text)} times)" if found.count(text) > 1 else "") for text in once[:SHOWN]]
     lines = [f"  {name}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}" for text in lines]
@@ -206,7 +206,7 @@ def _entries(name: str, found: Sequence[str]) -> list[str]:
 
 
 def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
-    """Returns a table with one row for each different graph."""
+    """Return a table with one row for each different graph."""
     equal: dict[Graph, int] = {}
     for graph in captured:
         equal[graph] = equal.get(graph, 0) + 1
@@ -221,7 +221,7 @@ def _counts(nodes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
-    """Returns a table with one row for layers that differ only in their paths, then notes on these layers."""
+    """Return a table with one row for layers that differ only in their paths, then notes on these layers."""
     if not layers:
         return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}

@@ -70,7 +70,7 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
 
 
 def own_copy(x: Any) -> Any:
-    """Returns a tensor's own leaf of a graph; what is no tensor stays as it is."""
+    """Return a tensor's own leaf of a graph; what is no tensor stays as it is."""
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 

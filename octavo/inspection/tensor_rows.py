@@ -77,7 +77,7 @@ class TensorRow(NamedTuple):
     scales: tuple[float, ...]
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers that exist and are finite, by name.
+        """Return the numbers that exist and are finite, by name.
 
         Returns:
             Those of underflow, saturated, nonfinite, sqnr, amax, cosine and worst_cosine.

@@ -41,12 +41,12 @@ class Markup(str):
 
 
 def markup(text: str) -> Markup:
-    """Returns text as HTML."""
+    """Return text as HTML."""
     return text if isinstance(text, Markup) else Markup(escape(text))
 
 
 def document(title: str, parts: Sequence[Markup], *, wide: bool = False) -> str:
-    """Returns the page."""
+    """Return the page."""
     body = "\n".join(parts)
     return printable(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -69,17 +69,17 @@ def bullets(sentences: Sequence[str]) -> Markup:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False) -> Markup:
-    """Returns a table; `left` is for a table of words."""
+    """Return a table; `left` is for a table of words."""
     head = f"<tr>{''.join(f'<th>{markup(name)}</th>' for name in header)}</tr>" if header else ""
     body = "\n".join(f"<tr>{''.join(f'<td>{markup(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return Markup(f'<div class="scroll{" left" if left else ""}"><table>{head}\n{body}</table></div>')
 
 
 def named(colour: str, name: str) -> Markup:
-    """Returns a name after a patch of the colour that stands for it."""
+    """Return a name after a patch of the colour that stands for it."""
     return Markup(f'<span class="key" style="background:{colour}"></span>{markup(name)}')
 
 
 def shaded(text: str, shade: float, title: str) -> Markup:
-    """Returns a text on a ground that is the more orange the nearer its shade is to 1, with a title."""
+    """Return a text on a ground that is the more orange the nearer its shade is to 1, with a title."""
     return Markup(f'<span class="shade" style="--shade:{shade:.2f}" title="{escape(title)}">{markup(text)}</span>')

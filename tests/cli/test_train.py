@@ -428,10 +428,10 @@ def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(now):
             with clock.stopped():
                 now[0] += 1000.0
     assert clock.so_far() == pytest.approx(3 * 32 / 5)
-    assert clock.first_step() == 100 and clock.seconds() == 105 and clock.rate() == pytest.approx(2 * 32 / 4)
+    assert clock.first == 100 and clock.ended == 105 and clock.rate() == pytest.approx(2 * 32 / 4)
     saved, later = clock.times(), training.Clock(training.Plan(4, 2, shape=SMALL))
     later.go_on(saved)
-    assert later.first_step() == 100 and later.seconds() == 105
+    assert later.first == 100 and later.ended == 105
 
 
 def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(now):

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Fills the report of the suite that was asked for."""
+    """Fill the report of the suite that was asked for."""
     suite = suite_of(arguments.suite)
     begin(report, arguments.suite, arguments, suite.FACTS)
     suite.measure(arguments, report)

@@ -115,7 +115,7 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
 
 
 def _hosts(device: torch.device) -> list[dict[str, Any]]:
-    """Times one tiny layer of each kind under reduce-overhead. They take turns, so that drift of the host cancels."""
+    """Time one tiny layer of each kind under reduce-overhead. They take turns, so that drift of the host cancels."""
     reset()
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": partial(linear_bench.stock, device=device)}
     makers |= {f"octavo {name}": partial(linear_bench.low, recipe=name, device=device) for name in SHIPPED}
@@ -131,7 +131,7 @@ def _hosts(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> tuple[Callable[[], None], int]:
-    """Returns one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
+    """Return one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
     module, (x, dy) = make(*linear_bench.TINY[1:]), batch(*linear_bench.TINY, device)
     skips = cudagraph_skips()
     settled_step(module, x, dy)  # delayed scaling: an uncalibrated step would measure amaxes

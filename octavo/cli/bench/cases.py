@@ -25,7 +25,7 @@ REPLAYS = MEDIAN | {"statistic": "median of CUDA graph replays, timed by events"
 
 
 def begin(report: Row, suite: str, arguments: Namespace, facts: Row) -> None:
-    """Fills in what a report states before its first row: the machine, other libraries, and the suite's own facts."""
+    """Fill in what a report states before its first row: the machine, other libraries, and the suite's own facts."""
     device = machine.parse_device(getattr(arguments, "device", "cuda"))
     report |= {"suite": suite, "machine": machine.describe(device), "dtype": "bfloat16", **facts}
     if hasattr(arguments, "no_peers"):
@@ -33,7 +33,7 @@ def begin(report: Row, suite: str, arguments: Namespace, facts: Row) -> None:
 
 
 def attempt(case: str, measure: Callable[[], Row]) -> Row:
-    """Returns {"case": case} and the results of `measure`, or {"case": case, "error": the first line} if it raises.
+    """Return {"case": case} and the results of `measure`, or {"case": case, "error": the first line} if it raises.
     Frees the memory of the case either way. Ctrl-C is no failure: it ends the suite."""
     try:
         return {"case": case, **measure()}
@@ -44,13 +44,13 @@ def attempt(case: str, measure: Callable[[], Row]) -> Row:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the kind of an error and the first line of its text that is not empty."""
+    """Return the kind of an error and the first line of its text that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:LONGEST]
 
 
 def release() -> None:
-    """Frees the GPU memory of what is no longer used. Modules that were compiled are in reference cycles."""
+    """Free the GPU memory of what is no longer used. Modules that were compiled are in reference cycles."""
     if not torch.cuda.is_available():
         return
     gc.collect()
@@ -68,13 +68,13 @@ def has_rows(report: Row) -> bool:
 
 
 def heading(report: Row, what: str) -> str:
-    """Returns the first line of a suite's text: the machine, and what was timed."""
+    """Return the first line of a suite's text: the machine, and what was timed."""
     facts = report["machine"]
     return f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; {what}"
 
 
 def render(columns: Columns, results: Sequence[Row]) -> str:
-    """Returns a table of the cases that succeeded, where - is a number that a case has not, and a line for each that
+    """Return a table of the cases that succeeded, where - is a number that a case has not, and a line for each that
     failed."""
     rows = [[r["case"], *_cells(columns, r)] for r in results if "error" not in r]
     header = ("case", *(name for name, _, _ in columns))
@@ -87,7 +87,7 @@ def _cells(columns: Columns, row: Row) -> list[str]:
 
 
 def kernel_table(kernels: Sequence[Row], title: str = "kernel") -> str:
-    """Returns the longest GPU kernels of a step, as `kernels_ms` lists them, or the error that took their place."""
+    """Return the longest GPU kernels of a step, as `kernels_ms` lists them, or the error that took their place."""
     if any("error" in e for e in kernels):
         return f"{title}  failed: {kernels[0]['error']}"
     rows = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:LISTED]]

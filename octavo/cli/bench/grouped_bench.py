@@ -72,7 +72,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def uneven(experts: int, tokens: int) -> Tensor:
-    """Returns group sizes that differ by up to a factor of three, not rounded to any multiple."""
+    """Return group sizes that differ by up to a factor of three, not rounded to any multiple."""
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.rand(experts, generator=generator, device="cpu", dtype=torch.float32) + 0.5
     sizes = (weights / weights.sum() * tokens).to(torch.int32)
@@ -144,14 +144,14 @@ def _timed(calls: Calls) -> dict[str, float]:
 
 
 def _floor_ms(shape: Shape) -> float:
-    """Returns the time of three GEMMs and of the casts: x, dy and w read once in bf16, written as codes both ways."""
+    """Return the time of three GEMMs and of the casts: x, dy and w read once in bf16, written as codes both ways."""
     experts, tokens, k, n = shape
     moved = 4 * (tokens * k + tokens * n + experts * n * k)
     return 3 * 2 * tokens * k * n / FLOOR[0] + moved / FLOOR[1]
 
 
 def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
-    """Returns the parts of a step as functions; the GEMMs write to buffers allocated here."""
+    """Return the parts of a step as functions; the GEMMs write to buffers allocated here."""
     experts, tokens, k, n = shape
     w = torch.randn(experts * n, k, device=x.device, dtype=torch.bfloat16)
     groups, stacked = split(splits, tokens), equal(experts, n, x.device)
@@ -182,7 +182,7 @@ def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Te
 
 
 def plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
-    """Returns the parts of a step in bf16."""
+    """Return the parts of a step in bf16."""
     experts, tokens, k, n = shape
     w = torch.randn(experts, n, k, device=x.device, dtype=torch.bfloat16)
     groups = split(splits, tokens)
@@ -203,13 +203,13 @@ def render(report: dict[str, Any]) -> str:
 
 
 def title(entry: dict[str, Any]) -> str:
-    """Returns the line above the table of a shape."""
+    """Return the line above the table of a shape."""
     (experts, tokens, k, n), sizes = entry["shape"], entry["splits"]
     return f"{experts} experts of {min(sizes)} to {max(sizes)} tokens, {tokens} in all, {k} -> {n}"
 
 
 def _rates(entry: dict[str, Any]) -> str:
-    """Returns the table of the GEMMs and the casts alone."""
+    """Return the table of the GEMMs and the casts alone."""
     _, tokens, k, n = entry["shape"]
     rows = []
     for case, ms in entry["parts_ms"].items():

@@ -62,7 +62,7 @@ def _measure_shape(shape: Shape, recipes: list[str], device: torch.device, shape
 
 
 def _prepare(name: str, shape: Shape, device: torch.device, calls: Calls) -> dict[str, Any]:
-    """Adds the products of a recipe to `calls`."""
+    """Add the products of a recipe to `calls`."""
     experts, tokens, k, n = shape
     splits = torch.tensor(grouped_bench.uneven(experts, tokens).tolist(), dtype=torch.int32, device=device)
     x, dy = batch(tokens, k, n, device)
@@ -81,7 +81,7 @@ def _timed(call: Callable[[], object], shape: Shape) -> dict[str, Any]:
 
 
 def by_experts(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns, for each set of shapes that differ only in the number of experts, the milliseconds of each product by
+    """Return, for each set of shapes that differ only in the number of experts, the milliseconds of each product by
     that number, and the ratio of the largest number to the smallest."""
     found: dict[tuple[Any, ...], dict[int, float]] = {}
     for entry in sorted(shapes, key=lambda entry: entry["shape"][0]):

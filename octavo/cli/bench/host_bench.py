@@ -72,7 +72,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Makes this process the one rank of the default group inside the block, if it is not in one yet."""
+    """Make this process the one rank of the default group inside the block, if it is not in one yet."""
     if not dist.is_available() or dist.is_initialized():
         yield
         return
@@ -95,7 +95,7 @@ def _converted(conversion: Callable[[nn.Module], None], layers: int, shape: tupl
 
 
 def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
-    """Returns the steps of a model and of its compiled form, both warmed up."""
+    """Return the steps of a model and of its compiled form, both warmed up."""
     x, dy = batch(*shape)
     steps = {"eager": settled_step(model, x, dy)}
     steps["compiled"] = training_step(model, x, dy, compiled(model, x.device))
@@ -106,7 +106,7 @@ def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
 
 
 def _readings(steps: dict[str, dict[str, Step]], layers: int, *, at_size: bool) -> dict[str, Any]:
-    """Returns the microseconds of a layer in each round, for each case and mode."""
+    """Return the microseconds of a layer in each round, for each case and mode."""
     found: dict[str, Any] = {case: {mode: [] for mode in modes} for case, modes in steps.items()}
     cases = list(steps.items())
     for _ in range(ROUNDS):
@@ -133,7 +133,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _cells(median: dict[str, float], stock: dict[str, float]) -> list[str]:
-    """Returns the microseconds of each mode, then how far they are above those of nn.Linear."""
+    """Return the microseconds of each mode, then how far they are above those of nn.Linear."""
     return [
         *[f"{median[mode]:.0f}" if mode in median else "-" for mode in stock],
         *[f"{median[mode] - stock[mode]:+.0f}" if mode in median else "-" for mode in stock],
@@ -141,7 +141,7 @@ def _cells(median: dict[str, float], stock: dict[str, float]) -> list[str]:
 
 
 def _beside_plain(found: dict[str, Any]) -> str:
-    """Returns the time of a layer that is split over one rank as a part of the plain layer's, and of a second plain
+    """Return the time of a layer that is split over one rank as a part of the plain layer's, and of a second plain
     layer's: the median of the ratios of each round."""
     lines = []
     for case, modes in found.items():

@@ -71,7 +71,7 @@ def low(k: int, n: int, recipe: str, device: torch.device | str = "cuda", **sett
 
 
 def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
-    """Returns the host's microseconds per tiny layer, alone and in a stack."""
+    """Return the host's microseconds per tiny layer, alone and in a stack."""
     alone, stack = (hosts_us(_tiny_step(make, layers), repeats=200 // layers + 10) for layers in (1, STACK))
     return {**alone, **{f"in a stack, {name}": us / STACK for name, us in stack.items()}}
 
@@ -100,7 +100,7 @@ def _measure_shape(shape: tuple[int, int, int], makers: Makers, shapes: list[dic
 
 
 def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Times torch's GEMMs of this shape, and adds the time to read three tensors once and write their codes twice."""
+    """Time torch's GEMMs of this shape, and add the time to read three tensors once and write their codes twice."""
     bf16 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=False).items()}
     fp8 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=True).items()}
     quantize_ms = 4 * (tokens * k + n * k + tokens * n) / copy_rate(tokens, k)
@@ -114,14 +114,14 @@ def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
 
 
 def copy_rate(rows: int, columns: int) -> float:
-    """Returns the bytes that a plain copy of a bfloat16 matrix reads and writes in a millisecond."""
+    """Return the bytes that a plain copy of a bfloat16 matrix reads and writes in a millisecond."""
     source = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
 
 
 def gemm_floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Returns the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
+    """Return the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
     return {
         name: sum(device_ms(call)[0] for call in _gemms(tokens, k, n, quantized=name == "fp8").values())
         for name in ("bf16", "fp8")
@@ -155,7 +155,7 @@ def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callabl
 
 
 def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float | None]:
-    """Returns the MiB kept for backward, without parameters, and the peak of one step."""
+    """Return the MiB kept for backward, without parameters, and the peak of one step."""
     return {"saved_mib": bytes_saved(module, step) / 2**20, "peak_mib": peak_mib(step)}
 
 

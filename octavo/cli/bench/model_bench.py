@@ -107,7 +107,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def _cases(recipes: list[str], *, with_peers: bool) -> list[tuple[str, Make, str]]:
-    """Returns names, constructors and modes of the cases, those that matter most first: a run may be cut off."""
+    """Return names, constructors and modes of the cases, those that matter most first: a run may be cut off."""
     found: list[tuple[str, Make, str]] = [("bf16", plain_blocks, "compiled")]
     for name in recipes:
         blocks, converted = f"octavo {name}, blocks", f"octavo {name}, convert"
@@ -128,7 +128,7 @@ def _converted(size: Size, device: torch.device, conversion: Callable[[nn.Module
 
 
 def _of_bf16(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the ratio to compiled bf16, the first row, if both have a time."""
+    """Return the ratio to compiled bf16, the first row, if both have a time."""
     baseline = results[0] if results else row
     return {"of_bf16": row["ms"] / baseline["ms"]} if "ms" in row and "ms" in baseline else {}
 
@@ -150,7 +150,7 @@ class Training:
             attach(self.model, self.optimizer)
 
     def step(self) -> Tensor:
-        """Trains on new tokens, so that none is learnt by heart, and returns the loss."""
+        """Train on new tokens, so that none is learnt by heart, and return the loss."""
         return self.train(self.tokens.random_(self.size.vocabulary))
 
     def train(self, tokens: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Training:
 
 
 def _case(make: Make, size: Size, device: torch.device, mode: str, attention: str) -> dict[str, Any]:
-    """Measures the model with these blocks, eager or compiled."""
+    """Measure the model with these blocks, eager or compiled."""
     training = Training(make, size, device, attention)
     losses = [float(training.step()) for _ in range(SETTLING)]
     row: dict[str, Any] = {"mode": mode, "losses": losses}

@@ -84,7 +84,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def compiled_of(recipes: list[str], compiled: list[str] | None) -> list[str]:
-    """Returns the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
+    """Return the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
     if compiled is None:
         return recipes
     asked = [recipe(name) for name in compiled]
@@ -166,7 +166,7 @@ class PreferringRouter(router.Router):
 
 
 def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
-    """Returns an octavo.MoE whose router prefers the same experts as that of the other cases."""
+    """Return an octavo.MoE whose router prefers the same experts as that of the other cases."""
     _, experts, top_k, hidden, ffn = shape
     layer = MoE(hidden, ffn, experts, top_k, recipe=recipe, device=device, dtype=torch.bfloat16)
     layer.router = PreferringRouter(shape, device)
@@ -183,7 +183,7 @@ def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
 
 
 def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes: list[dict[str, Any]]) -> None:
-    """Measures the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
+    """Measure the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
     whose compiled cases are measured too."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
@@ -213,7 +213,7 @@ def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes
 
 
 def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
-    """Appends a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
+    """Append a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
     results = entry["results"]
     results.append(row | _ratios(row, results[0] if results else row, entry["floor_ms"]))
 
@@ -229,7 +229,7 @@ def _add_peers(shapes: list[dict[str, Any]]) -> None:
 
 
 def _peer_row(title: str, shape: list[int]) -> dict[str, Any]:
-    """Returns the row of another library's case, measured in a process of its own."""
+    """Return the row of another library's case, measured in a process of its own."""
     report = isolated.report_of(["bench", "moe", "--shape", ",".join(map(str, shape)), "--peer", title])
     found: dict[str, Any] = report["shapes"][0]["results"][0]
     row = {key: value for key, value in found.items() if key not in ("case", "of_bf16")}  # that one is to itself
@@ -258,7 +258,7 @@ def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
 
 
 def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) -> dict[str, float]:
-    """Returns the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
+    """Return the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
     if "ms" not in row:
         return {}
     kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
@@ -267,13 +267,13 @@ def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) 
 
 
 def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
-    """Returns a settled step of the module, and its x."""
+    """Return a settled step of the module, and its x."""
     x, dy = batch(shape[0], shape[3], shape[3], next(module.parameters()).device)
     return settled_step(module, x, dy), x
 
 
 def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool = True) -> dict[str, Any]:
-    """Measures a layer eager, compiled or captured."""
+    """Measure a layer eager, compiled or captured."""
     module = make()
     if way == "compiled":
         reset()  # all cases share the code of one forward, and torch compiles that only so many times
@@ -298,7 +298,7 @@ def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool
 
 
 def _codes_mib(module: nn.Module) -> float:
-    """Returns the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
+    """Return the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
     if not isinstance(module, Ours | MoE) or (isinstance(module, Ours) and module.first is not None):
         return 0.0
     fc1 = module.experts.get_submodule("fc1")
@@ -314,7 +314,7 @@ def _quantizes(chosen: Recipe) -> bool:
 
 
 def floors(shape: Shape) -> dict[str, float]:
-    """Returns the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
+    """Return the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
     tokens, experts, top_k, hidden, ffn = shape
     rows = tokens * top_k
     gemms = 3 * 3 * 2 * rows * hidden * ffn

@@ -113,7 +113,7 @@ def _timed(case: Case, once: bool, copy: float | None) -> dict[str, Any]:
 
 
 def rates(case: Case, ms: float, once: bool, copy: float | None) -> dict[str, Any]:
-    """Returns the bytes of a case and their rates, also as fractions of a copy's if that is known. `once` says how
+    """Return the bytes of a case and their rates, also as fractions of a copy's if that is known. `once` says how
     tokens are counted in "bytes"; both ways are in the result."""
     if case.once is None or case.each is None:
         return {}
@@ -160,7 +160,7 @@ class Inputs(NamedTuple):
 
 
 def calls(inputs: Inputs) -> dict[str, Case]:
-    """Returns the cases of a shape."""
+    """Return the cases of a shape."""
     routing, probs, permutation, source, _, x, rows = inputs
     sizes, positions, sources, _ = permutation
     experts, of_token = len(sizes), Assignments(positions)

@@ -54,7 +54,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Returns the cases: functions that quantize x both ways, by name."""
+    """Return the cases: functions that quantize x both ways, by name."""
     inverse_scale = torch.full((1,), 100.0, device=x.device, dtype=torch.float32)
     seed = torch.tensor([1, 2], device=x.device, dtype=torch.int64)
     given, gradient = Tensorwise(), Tensorwise(E5M2)

@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 
 def batch(tokens: int, inputs: int, outputs: int, device: torch.device | str = CUDA) -> tuple[Tensor, Tensor]:
-    """Returns x and dy of a layer, in bfloat16."""
+    """Return x and dy of a layer, in bfloat16."""
     x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     return x, torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16) * 1e-2
 
@@ -32,7 +32,7 @@ def batch(tokens: int, inputs: int, outputs: int, device: torch.device | str = C
 def training_step(
     module: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], None]:
-    """Returns a function that sets gradients to None and runs one forward and backward. `call` runs in place of the
+    """Return a function that sets gradients to None and runs one forward and backward. `call` runs in place of the
     module, such as its compiled form."""
     parameters, forward = list(module.parameters()), module if call is None else call
 
@@ -46,7 +46,7 @@ def training_step(
 
 
 def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    """Returns `training_step` after delayed scales follow the data, as in training: codes near zero multiply faster."""
+    """Return `training_step` after delayed scales follow the data, as in training: codes near zero multiply faster."""
     step = training_step(module, x, dy)
     for _ in range(2):
         step()
@@ -59,19 +59,19 @@ def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]
 
 
 def compiled(module: nn.Module, device: torch.device, mode: str = "default") -> Callable[..., Any]:
-    """Returns the module compiled as a single graph."""
+    """Return the module compiled as a single graph."""
     settings: dict[str, Any] = {"mode": mode} if device.type == "cuda" else {"backend": backend(device)}
     call: Callable[..., Any] = torch.compile(module, fullgraph=True, **settings)
     return call
 
 
 def backend(device: torch.device) -> str:
-    """Returns the name of the compiler behind torch.compile."""
+    """Return the name of the compiler behind torch.compile."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def no_caches(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which the compiler reads no results of earlier runs."""
+    """Return a context in which the compiler reads no results of earlier runs."""
     return fresh_cache() if device.type == "cuda" else nullcontext()
 
 
@@ -81,7 +81,7 @@ def no_caches(device: torch.device) -> AbstractContextManager[Any]:
 def step_ms(
     step: Step, device: torch.device, *, warmup: int = WARMUP, repeats: int = REPEATS
 ) -> tuple[float, list[float]]:
-    """Returns the median milliseconds from step to step, and every reading."""
+    """Return the median milliseconds from step to step, and every reading."""
     if device.type == "cuda":
         return eager_ms(step, warmup=warmup, repeats=repeats)
     readings = [step_seconds(step, device) * 1e3 for _ in range(CPU_REPEATS)]
@@ -89,7 +89,7 @@ def step_ms(
 
 
 def step_seconds(step: Step, device: torch.device) -> float:
-    """Returns the wall-clock seconds of one step."""
+    """Return the wall-clock seconds of one step."""
     start = time.perf_counter()
     step()
     if device.type == "cuda":
@@ -98,7 +98,7 @@ def step_seconds(step: Step, device: torch.device) -> float:
 
 
 def peak_mib(step: Step, device: torch.device = CUDA) -> float | None:
-    """Returns the most MiB that a warm step allocates beyond what was allocated before; None on a CPU."""
+    """Return the most MiB that a warm step allocates beyond what was allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -110,7 +110,7 @@ def peak_mib(step: Step, device: torch.device = CUDA) -> float | None:
 
 
 def kept_mib(module: nn.Module, x: Tensor) -> float:
-    """Returns the MiB that forward allocates and keeps for backward, its output included."""
+    """Return the MiB that forward allocates and keeps for backward, its output included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     y = module(x)
@@ -121,7 +121,7 @@ def kept_mib(module: nn.Module, x: Tensor) -> float:
 
 
 def kernels_ms(step: Step, device: torch.device = CUDA, steps: int = 5) -> list[dict[str, Any]]:
-    """Returns the milliseconds of each GPU kernel in one step, the longest first; nothing on a CPU."""
+    """Return the milliseconds of each GPU kernel in one step, the longest first; nothing on a CPU."""
     if device.type != "cuda":
         return []
     for _ in range(3):
