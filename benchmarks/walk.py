@@ -55,7 +55,7 @@ def counted(work: Callable[[], Any]) -> tuple[Any, Counter[str]]:
 
 
 def walk(module: nn.Module, call: Callable[..., Any], device: str) -> tuple[Counter[str], Counter[str]]:
-    """Call of a forward and of a backward, in a step like the one before."""
+    """Calls of a forward and of a backward, in a step like the one before."""
     x = torch.ones(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.set_multithreading_enabled(False):  # a profile is of one thread
         for _ in range(3):

@@ -69,12 +69,13 @@ def explain(
         (1, 0, 1)
     """
     subject = copied(model)
-    device = _device(subject, inputs)
+    devices = _devices(subject, inputs)
+    device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
     options = None if mode is None else _options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
-    with torch.random.fork_rng(devices=_generators(subject, inputs)), capture.recording():
+    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]), capture.recording():
         call = torch.compile(subject, backend=capture, dynamic=dynamic)
         for batch in (inputs, *then):
             for _ in range(REPLAYED if cudagraphs else 1):
@@ -130,18 +131,10 @@ def _attribute(name: str, value: Any, weight: Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _tensors(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+def _devices(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
+    """Return the devices of a call's tensors, that of the parameters first."""
     found = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-    return [t for t in found if isinstance(t, Tensor)]
-
-
-def _device(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
-    return next((t.device for t in _tensors(model, inputs)), torch.device("cpu"))
-
-
-def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
-    """Return the GPUs whose random generators a call may advance."""
-    return [device for device in {t.device for t in _tensors(model, inputs)} if device.type == "cuda"]
+    return list(dict.fromkeys(t.device for t in found if isinstance(t, Tensor)))
 
 
 def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:

@@ -1,5 +1,6 @@
 """The report of `octavo.explain`, as values: they convert to plain data and print as text."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,10 +208,7 @@ def _entries(name: str, found: Sequence[str]) -> list[str]:
 
 def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
     """Return a table with one row for each different graph."""
-    equal: dict[Graph, int] = {}
-    for graph in captured:
-        equal[graph] = equal.get(graph, 0) + 1
-    rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in equal.items()]
+    rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in Counter(captured).items()]
     lines = columns([("graph", "count", "our nodes", "others"), *rows[:SHOWN]])
     return lines + ([f"and {len(rows) - SHOWN} other kinds"] if len(rows) > SHOWN else [])
 
