@@ -10,26 +10,25 @@ of gradients are those of one layer on normal numbers, against float64. Exit cod
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.parity import FP8, numbers
+from benchmarks import study
+from benchmarks.parity import FP8
 from octavo.cli import machine
 from octavo.demo import corpus
 from octavo.demo.gpt import GPT, Shape
 from octavo.demo.training import Plan, evaluate, optimize
-from octavo.errors import Unsupported, UnsupportedConfig
-from octavo.inspection import table
+from octavo.errors import UnsupportedConfig
 from octavo.moe import Experts
+from octavo.text import table
 
 SHAPE = Shape(width=64, layers=2, heads=4, context=64)
 EXPERTS, SLOTS, FFN = 4, 2, 128
@@ -51,7 +50,7 @@ class Mixture(nn.Module):
         self.experts.fc2.weight.data *= (2 * SHAPE.layers) ** -0.5  # the residual stream sums as many outputs
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the arguments of the experts, x in 16 bits as torch.autocast would cast it."""
+        """Return the arguments of the experts, x in 16 bits as torch.autocast would cast it."""
         probs, indices = self.router(x).float().softmax(-1).topk(SLOTS)
         return x.bfloat16(), indices, probs
 
@@ -69,7 +68,7 @@ def build(recipe: str, storage: str, plan: Plan) -> GPT:
 
 
 def train(recipe: str, storage: str, plan: Plan) -> float:
-    """Trains from fresh weights, and returns the loss on the text held out."""
+    """Train from fresh weights, and return the loss on the text held out."""
     text, held_out = corpus.load()
     torch.manual_seed(plan.seed)
     model = build(recipe, storage, plan)
@@ -82,7 +81,7 @@ def train(recipe: str, storage: str, plan: Plan) -> float:
 
 
 def kept_bytes(recipe: str, plan: Plan) -> dict[str, int]:
-    """Returns the bytes that the activation of a mixture keeps for backward in one step, by storage. Raises if the
+    """Return the bytes that the activation of a mixture keeps for backward in one step, by storage. Raises if the
     experts are not fused: both runs would then be the same."""
     found = {}
     for storage in STORAGES:
@@ -99,7 +98,7 @@ def kept_bytes(recipe: str, plan: Plan) -> dict[str, int]:
 
 
 def gradient_errors(recipe: str, device: torch.device) -> dict[str, dict[str, float]]:
-    """Returns the relative error, root of the mean square, of each gradient of a layer in float32, by storage."""
+    """Return the relative error, root of the mean square, of each gradient of a layer in float32, by storage."""
     experts, assignments, tokens, hidden, ffn = LAYER
     torch.manual_seed(0)
     x, dy = (torch.randn(tokens, hidden, device=device) for _ in range(2))
@@ -121,7 +120,7 @@ def gradient_errors(recipe: str, device: torch.device) -> dict[str, dict[str, fl
 
 
 def exact(x: Tensor, indices: Tensor, probs: Tensor, dy: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
-    """Returns the gradients of unquantized experts, in float64."""
+    """Return the gradients of unquantized experts, in float64."""
     x, probs, w1, w2 = (t.double().requires_grad_() for t in (x, probs, w1, w2))
     y = torch.zeros_like(x)
     for e in range(len(w1)):
@@ -131,11 +130,10 @@ def exact(x: Tensor, indices: Tensor, probs: Tensor, dy: Tensor, w1: Tensor, w2:
     return list(torch.autograd.grad(y, (x, probs, w1, w2), dy.double()))
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every run, seed by seed, so that an interrupted measurement leaves whole seeds behind."""
-    device = machine.parse_device(arguments.device)
     recipe, losses = arguments.recipe, {"bf16": [], "unquantized": [], "fp8": []}  # type: ignore[var-annotated]
-    plan = Plan(arguments.steps, BATCH, 0, device, shape=SHAPE)
+    plan = Plan(arguments.steps, arguments.batch, 0, device, shape=SHAPE)
     report: dict[str, Any] = {
         "machine": machine.describe(device),
         "recipe": recipe,
@@ -147,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "gradient_errors": gradient_errors(recipe, device),
     }
     for seed in arguments.seeds:
-        plan = Plan(arguments.steps, BATCH, seed, device, shape=SHAPE)
+        plan = Plan(arguments.steps, arguments.batch, seed, device, shape=SHAPE)
         losses["bf16"].append(train("bf16", "unquantized", plan))
         for storage in STORAGES:
             losses[storage].append(train(recipe, storage, plan))
@@ -162,8 +160,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "limit": asdict(FP8),
             "ok": FP8.admits(gaps["fp8 against unquantized"]),
         }
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        study.write(report, arguments.json)
     return report
 
 
@@ -172,42 +169,30 @@ def gaps_percent(losses: list[float], baselines: list[float]) -> list[float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    facts, errors, kept = report["machine"], report["gradient_errors"], report["kept_bytes"]
-    head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; experts in {report['recipe']}; {report['steps']} steps of "
-        f"{report['tokens_per_step']} bytes, seeds {numbers(report['seeds'], 'd')}"
+    errors, kept = report["gradient_errors"], report["kept_bytes"]
+    what = (
+        f"experts in {report['recipe']}; {report['steps']} steps of {report['tokens_per_step']} bytes, seeds "
+        f"{study.numbers(report['seeds'], 'd')}"
     )
-    rows = [[name, numbers(found, ".4f")] for name, found in report["losses"].items()]
+    rows = [[name, study.numbers(found, ".4f")] for name, found in report["losses"].items()]
     rows += [
-        [f"{name}, %", f"{numbers(found, '+.2f')}  mean {statistics.fmean(found):+.2f}"]
+        [f"{name}, %", f"{study.numbers(found, '+.2f')}  mean {statistics.fmean(found):+.2f}"]
         for name, found in report["gaps_percent"].items()
     ]
     columns = [[storage, f"{kept[storage]:,}", *[f"{100 * errors[storage][name]:.2f}" for name in GRADIENTS]]
                for storage in STORAGES]  # fmt: skip
     return "\n\n".join([
-        head,
-        table.render(("loss", "of each seed"), rows),
-        table.render(("storage", "bytes kept", *[f"{name}, % error" for name in GRADIENTS]), columns),
+        study.heading(report, what),
+        table(("loss", "of each seed"), rows),
+        table(("storage", "bytes kept", *[f"{name}, % error" for name in GRADIENTS]), columns),
     ])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m benchmarks.fc1_storage", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser = study.parser_of("fc1_storage", __doc__)
     parser.add_argument("--recipe", default="fp8-block")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here, after every seed")
-    arguments = parser.parse_args(argv)
-    try:
-        report = measure(arguments)
-    except Unsupported as unsupported_reason:
-        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
-        return 2
-    print(render(report))
-    return 0 if report["ok"] else 1
+    study.add_training(parser, STEPS, BATCH, SEEDS)
+    return study.run(parser, argv, measure, render)
 
 
 if __name__ == "__main__":

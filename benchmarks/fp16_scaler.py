@@ -11,25 +11,23 @@ than 10 % above the baseline's, makes the exit code 1: a quantizer that hides an
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import octavo
+from benchmarks import study
 from octavo.cli import machine
 from octavo.demo import corpus
 from octavo.demo.gpt import GPT, Shape, loss_of
 from octavo.demo.training import CLIP, EVALUATED, HEAD, RATE, Plan, rate
-from octavo.errors import Unsupported
-from octavo.inspection import table
 from octavo.recipes import SHIPPED
+from octavo.text import table
 
 BASELINE = "nn.Linear"
 STEPS, BATCH, SCALE, INTERVAL = 300, 16, 2.0**24, 50
@@ -59,35 +57,21 @@ class Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m benchmarks.fp16_scaler", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser = study.parser_of("fp16_scaler", __doc__)
     parser.add_argument("--recipes", nargs="+", default=list(SHIPPED))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("steps", STEPS), ("batch", BATCH), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in ("width", "layers", "context"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Shape, name))
     parser.add_argument("--scale", type=float, default=SCALE, help="the first one; default: 2^24")
     parser.add_argument("--interval", type=int, default=INTERVAL, help="good steps before the scale is doubled")
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--context", type=int, default=Shape.context)
     parser.add_argument("--keep-head", action="store_true", help="leave the output head an nn.Linear, as large runs do")
-    parser.add_argument("--json", type=Path, default=None, help="write the curves here, after every run")
-    arguments = parser.parse_args(argv)
-    try:
-        report = measure(arguments)
-    except Unsupported as unsupported_reason:
-        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
-        return 2
-    print(render(report))
-    return 0 if all(row["ok"] for row in report["results"]) else 1
+    return study.run(parser, argv, measure, render)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every run, one after the other, so that an interrupted measurement leaves whole runs behind."""
     shape = Shape(width=arguments.width, layers=arguments.layers, context=arguments.context)
-    device = machine.parse_device(arguments.device)
     plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, shape=shape)
     scaling = Scaling(arguments.scale, arguments.interval)
     report: dict[str, Any] = {
@@ -101,8 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         outcome = train(plan, scaling, name, keep_head=arguments.keep_head)
         report["results"].append(asdict(outcome) | judge(outcome, report["results"]))
         print(f"{outcome.recipe}: loss {outcome.loss:.4f}, {outcome.seconds:.0f} s", file=sys.stderr)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        study.write(report, arguments.json)
     return report
 
 
@@ -168,10 +151,10 @@ def evaluate(model: nn.Module, held_out: Tensor, plan: Plan) -> float:
 
 
 def render(report: dict[str, Any]) -> str:
-    facts, plan, scaler = report["machine"], report["plan"], report["scaler"]
+    plan, scaler = report["plan"], report["scaler"]
+    what = f"{plan['steps']} steps of {plan['batch']} x {plan['shape']['context']} bytes in float16"
     head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {plan['steps']} steps of {plan['batch']} x "
-        f"{plan['shape']['context']} bytes in float16\n"
+        f"{study.heading(report, what)}\n"
         f"scale from 2^{math.log2(scaler['init_scale']):g}, doubled after {scaler['growth_interval']} good steps"
     )
     rows = [
@@ -186,7 +169,7 @@ def render(report: dict[str, Any]) -> str:
         ]
         for row in report["results"]
     ]
-    return head + "\n\n" + table.render(("recipe", "loss", "gap", "skipped", "at steps", "last scale", "ok"), rows)
+    return head + "\n\n" + table(("recipe", "loss", "gap", "skipped", "at steps", "last scale", "ok"), rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """List the host's work in a step of one layer, tiny and at size: events of torch's profiler, and how they grow.
 
-    python3 -m benchmarks.host_trace [--device cuda] [--recipes bf16,fp8-delayed] [--out PATH]
+    python3 -m benchmarks.host_trace [--device cuda] [--recipes bf16,fp8-delayed] [--json FILE]
 
 The device is idle when a step begins, and the host does not wait for it: what takes longer at size, in a mode where all
 sizes are known, is a wait or a slower way of the driver or of the allocator. For each case and mode the table has the
@@ -9,21 +9,19 @@ step under the profiler, tiny and at size. The JSON file has all events.
 """
 
 import argparse
-import json
-import statistics
-import time
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import octavo
+from benchmarks import study
 from octavo._torch.compilation import any_number_of_graphs, reset
-from octavo.cli import machine
-from octavo.cli.bench.on_device import compiled
+from octavo.cli import machine, options
+from octavo.cli.bench import linear_bench
+from octavo.cli.bench.training_steps import batch, compiled, settled_step, step_ms, training_step
+from octavo.cli.timing import host_us
 
 SIZES = {
     "cuda": {"tiny": (32, 256, 256), "at size": (8192, 4096, 4096)},
@@ -34,33 +32,14 @@ WARMUP, STEPS, TRACED, LISTED = 8, 40, 20, 10
 Events = dict[str, tuple[float, float]]  # name -> calls, microseconds of a step
 
 
-def layer(case: str, k: int, n: int, device: torch.device) -> nn.Module:
-    where: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
-    return nn.Linear(k, n, **where) if case == "nn.Linear" else octavo.Linear(k, n, recipe=case, **where)
-
-
 def steps(case: str, size: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], None]]:
     """A training step, eager and compiled. Delayed scales have settled."""
     tokens, k, n = size
-    module = layer(case, k, n, device)
-    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
-
-    def of(call: Callable[..., Any]) -> Callable[[], None]:
-        def step() -> None:
-            x.grad = None
-            for p in module.parameters():
-                p.grad = None
-            call(x).backward(dy)
-
-        return step
-
-    found = {"eager": of(module)}
-    for _ in range(2):
-        found["eager"]()
-        octavo.step(module)
-    found["compiled"] = of(compiled(module, device))
-    return found
+    stock = case == "nn.Linear"
+    module = linear_bench.stock(k, n, device) if stock else linear_bench.low(k, n, case, device)
+    x, dy = batch(tokens, k, n, device)
+    found = {"eager": settled_step(module, x, dy)}
+    return found | {"compiled": training_step(module, x, dy, compiled(module, device))}
 
 
 def waited(device: torch.device) -> None:
@@ -68,16 +47,9 @@ def waited(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def host_us(step: Callable[[], None], device: torch.device) -> float:
+def us_of(step: Callable[[], None], device: torch.device) -> float:
     """The median microseconds until the host has started a step."""
-    readings = []
-    for _ in range(STEPS):
-        waited(device)
-        begin = time.perf_counter()
-        step()
-        readings.append((time.perf_counter() - begin) * 1e6)
-    waited(device)
-    return statistics.median(readings)
+    return host_us(step, repeats=STEPS) if device.type == "cuda" else step_ms(step, device)[0] * 1e3
 
 
 def events(step: Callable[[], None], device: torch.device) -> Events:
@@ -105,36 +77,40 @@ def measured(case: str, device: torch.device) -> dict[str, dict[str, Any]]:
             for mode, step in steps(case, numbers, device).items():
                 for _ in range(WARMUP):
                     step()
-                found[mode][size] = {"us": host_us(step, device), "events": events(step, device)}
+                found[mode][size] = {"us": us_of(step, device), "events": events(step, device)}
     return found
 
 
-def render(case: str, mode: str, by_size: dict[str, Any]) -> str:
+def render(report: dict[str, Any]) -> str:
+    cases = report["results"].items()
+    return "\n\n".join(grown(case, mode, by_size) for case, modes in cases for mode, by_size in modes.items())
+
+
+def grown(case: str, mode: str, by_size: dict[str, Any]) -> str:
+    """Return the times of a case, and the events whose time grows most with the size."""
     tiny, large = by_size["tiny"], by_size["at size"]
     rows = [f"{case}, {mode}: {tiny['us']:.0f} us tiny, {large['us']:.0f} at size"]
     names = set(tiny["events"]) | set(large["events"])
-    grown = {n: large["events"].get(n, (0, 0))[1] - tiny["events"].get(n, (0, 0))[1] for n in names}
-    for name in sorted(names, key=lambda n: -grown[n])[:LISTED]:
+    more = {n: large["events"].get(n, (0, 0))[1] - tiny["events"].get(n, (0, 0))[1] for n in names}
+    for name in sorted(names, key=lambda n: -more[n])[:LISTED]:
         a, b = (one["events"].get(name, (0, 0)) for one in (tiny, large))
-        rows.append(f"  {grown[name]:+8.1f} us  {a[0]:5.1f} x {a[1]:7.1f}  ->  {b[0]:5.1f} x {b[1]:7.1f}  {name[:80]}")
+        rows.append(f"  {more[name]:+8.1f} us  {a[0]:5.1f} x {a[1]:7.1f}  ->  {b[0]:5.1f} x {b[1]:7.1f}  {name[:80]}")
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=tuple(SIZES), help="cuda (default) or cpu")
-    parser.add_argument("--recipes", default="bf16,fp8-delayed", help="comma-separated; default: %(default)s")
-    parser.add_argument("--out", type=Path, help="write all events to this JSON file")
-    arguments = parser.parse_args()
-    device, results = torch.device(arguments.device), {}
-    for case in ("nn.Linear", *arguments.recipes.split(",")):
-        results[case] = measured(case, device)
-        for mode, by_size in results[case].items():
-            print(render(case, mode, by_size) + "\n", flush=True)
-    if arguments.out:
-        about = {"machine": machine.describe(device), "sizes": SIZES[arguments.device]}
-        arguments.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+def main(argv: list[str] | None = None) -> int:
+    parser = study.parser_of("host_trace", __doc__)
+    parser.add_argument("--recipes", type=options.recipes, default=["bf16", "fp8-delayed"], help="comma-separated")
+    return study.run(parser, argv, measure, render)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    report = {"machine": machine.describe(device), "sizes": SIZES[device.type], "results": {}}
+    for case in ("nn.Linear", *arguments.recipes):
+        report["results"][case] = measured(case, device)
+        study.write(report, arguments.json)
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,25 +11,25 @@ steps in a block that are not measured a compiled model has a third graph, so it
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import octavo
+from benchmarks import study
 from octavo._torch.compilation import reset as forget_graphs
 from octavo.cli import machine, options
+from octavo.cli.bench.training_steps import step_seconds
 from octavo.demo import corpus
 from octavo.demo.gpt import GPT, loss_of
 from octavo.demo.training import converted, shape_of
-from octavo.inspection import table
+from octavo.text import table
 
 RECIPES = ("fp8-delayed", "fp8-block")
 STATES = ("before", "every=1", "every=10", "after")
@@ -38,32 +38,28 @@ WARMUP = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m benchmarks.inspect_cost", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser = study.parser_of("inspect_cost", __doc__)
     parser.add_argument("--recipes", type=options.recipes, default=list(RECIPES), help="comma-separated")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--size", default="2048,2,16,512", help="as in octavo train; default: %(default)s")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="steps of each reading but every=10's; default: 5")
     parser.add_argument("--states", nargs="+", choices=STATES, help="default: all; if compiled, all but every=10")
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args(argv)
-    device = machine.parse_device(arguments.device)
+    return study.run(parser, argv, measure, render)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": machine.describe(device), "size": arguments.size, "batch": arguments.batch, "results": []
     }  # fmt: skip
     for mode in arguments.modes:
         for name in arguments.recipes:
-            report["results"].append(measure(name, mode, arguments, device))
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(render(report))
-    return 0
+            report["results"].append(times_of(name, mode, arguments, device))
+            study.write(report, arguments.json)
+    return report
 
 
-def measure(name: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def times_of(name: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """The times of one recipe, eager or compiled, in all states, on one model."""
     forget_graphs()
     started = time.perf_counter()
@@ -97,24 +93,17 @@ def readings(step: Callable[[], None], steps: int, device: torch.device, every: 
     gpu = device.type == "cuda"
     for _ in range(WARMUP):
         step()
-    times = []
     if gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if gpu else 0
-    for _ in range(steps):
-        started = time.perf_counter()
-        step()
-        if gpu:
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started))
+    times = [1e3 * step_seconds(step, device) for _ in range(steps)]
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if gpu else None
     return statistics.fmean(times) if every > 1 else statistics.median(times), peak
 
 
 def render(report: dict[str, Any]) -> str:
-    facts = report["machine"]
-    head = f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; a Llama of {report['size']}, {report['batch']} sequences"
+    head = study.heading(report, f"a Llama of {report['size']}, {report['batch']} sequences")
     rows = []
     for row in report["results"]:
         base, times = row["ms"].get("before", math.nan), row["ms"]
@@ -123,7 +112,7 @@ def render(report: dict[str, Any]) -> str:
         shown = ["" if peak is None else f"{peak:.0f}" for peak in peaks]
         rows.append([row["recipe"], row["mode"], *cells, *shown, f"{row['seconds']:.0f}"])
     columns = ("recipe", "", *(f"{state}, ms" for state in STATES), "peak MiB", "inspected", "seconds")
-    return head + "\n\n" + table.render(columns, rows)
+    return head + "\n\n" + table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,11 @@ import transformers
 from torch import Tensor, nn
 
 import octavo
+from benchmarks import study
 from octavo.cli import machine
+from octavo.cli.bench.training_steps import step_seconds
 from octavo.demo import corpus
-from octavo.inspection import table
+from octavo.text import table
 
 SIZES = {
     "full": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -37,16 +38,16 @@ VOCABULARY, RATE = 256, 1e-4
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.mixtral", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser = study.parser_of("mixtral", __doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="full")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step; default: %(default)s")
     parser.add_argument("--length", type=int, default=1024, help="bytes of a sequence; default: %(default)s")
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args(argv)
-    device = machine.parse_device(arguments.device)
+    return study.run(parser, argv, measure, render)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": machine.describe(device),
         "transformers": transformers.__version__,
@@ -58,21 +59,19 @@ def main(argv: list[str] | None = None) -> int:
     for name in (None, *arguments.recipes):
         report["results"].append(trained(name, arguments.size, batches, device))
         print(json.dumps(report["results"][-1]), file=sys.stderr)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(render(report))
-    return 0
+        study.write(report, arguments.json)
+    return report
 
 
 def batches_of(arguments: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """Returns a batch of bytes for each step."""
+    """Return a batch of bytes for each step."""
     text, context = corpus.load()[0], arguments.length - 1
     drawn = corpus.batches(text, steps=arguments.steps, batch=arguments.batch, context=context, seed=0)
     return [batch.to(device) for batch in drawn]
 
 
 def trained(recipe: str | None, size: str, batches: list[Tensor], device: torch.device) -> dict[str, Any]:
-    """Trains one model, and returns its losses and the time of a step."""
+    """Train one model, and return its losses and the time of a step."""
     model = built(size, device)
     row: dict[str, Any] = {"recipe": recipe or "bf16, transformers"}
     if recipe is not None:
@@ -81,17 +80,16 @@ def trained(recipe: str | None, size: str, batches: list[Tensor], device: torch.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     if recipe is not None:
         octavo.attach(model, optimizer)
-    losses, seconds = [], []
-    for batch in batches:
-        synchronize(device)
-        start = time.perf_counter()
+    losses: list[Tensor] = []
+
+    def step(batch: Tensor) -> None:
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
         losses.append(loss.detach())
+
+    seconds = [step_seconds(partial(step, batch), device) for batch in batches]
     row |= {"losses": torch.stack(losses).tolist(), "ms": statistics.median(seconds[4:] or seconds) * 1e3}
     return row
 
@@ -107,11 +105,6 @@ def built(size: str, device: torch.device) -> nn.Module:
     return model.train()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def render(report: dict[str, Any]) -> str:
     base = report["results"][0]
     rows = [
@@ -124,7 +117,7 @@ def render(report: dict[str, Any]) -> str:
         ]
         for row in report["results"]
     ]
-    return table.render(("", "first loss", "last loss", "gap, %", "ms"), rows)
+    return table(("", "first loss", "last loss", "gap, %", "ms"), rows)
 
 
 if __name__ == "__main__":

@@ -15,27 +15,26 @@ gradients with single GEMMs in bf16 and other roundings (octavo.compare).
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import octavo
+from benchmarks import study
 from octavo.cli import machine
 from octavo.demo import corpus
 from octavo.demo.gpt import GPT, loss_of
 from octavo.demo.training import MODELS, Plan, evaluate, shape_of, train
-from octavo.inspection import table
 from octavo.model.policy import Policy
 from octavo.quant import MX
 from octavo.quant import NVFP4 as Quantizer
 from octavo.recipes import LinearQuant, Recipe, recipe
+from octavo.text import table
 from octavo.values import register
 
 STEPS, BATCH, SEEDS = 400, 16, (0, 1, 2, 3)
@@ -121,23 +120,18 @@ def candidates(steps: int) -> dict[str, str | Policy]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.nvfp4_gap", description=(__doc__ or "").split("\n")[0])
+    parser = study.parser_of("nvfp4_gap", __doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt", help="as in octavo train; default: %(default)s")
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
     parser.add_argument("--candidates", nargs="+", default=None, choices=list(candidates(STEPS)), metavar="NAME")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    study.add_training(parser, STEPS, BATCH, SEEDS)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run starts")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here, after every run")
     parser.add_argument("--look", action="store_true", help="inspect and compare one model instead")
     arguments = parser.parse_args(argv)
+    if not arguments.look:
+        return study.run(parser, argv, measure, render)
     device = machine.parse_device(arguments.device)
-    if arguments.look:
-        look(Plan(arguments.steps, arguments.batch, arguments.seeds[0], device, shape=shape_of(arguments.model)))
-        return 0
-    print(render(measure(arguments, device)))
+    look(Plan(arguments.steps, arguments.batch, arguments.seeds[0], device, shape=shape_of(arguments.model)))
     return 0
 
 
@@ -162,13 +156,12 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
             runs += [future.result() for future in done]
             report = summary(arguments, device, names, runs, time.monotonic() - started)
             print(f"{len(runs)} runs, {report['seconds']:.0f} s, {runs[-1]['candidate']}", file=sys.stderr)
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            study.write(report, arguments.json)
     return report
 
 
 def one_run(model: str, name: str, seed: int, steps: int, batch: int, device: str) -> dict[str, Any]:
-    """Trains one candidate, and evaluates its weights in bf16 too."""
+    """Train one candidate, and evaluate its weights in bf16 too."""
     plan = Plan(steps, batch, seed, torch.device(device), shape=shape_of(model))
     spec = None if name == BASELINE else candidates(steps)[name]
     unquantized: list[float] = []
@@ -216,15 +209,12 @@ def summary(
 
 
 def render(report: dict[str, Any]) -> str:
-    facts = report["machine"]
-    head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {report['model']}, {report['steps']} steps of "
-        f"{report['tokens_per_step']} bytes, {report['seconds']:.0f} s; bf16 "
-        + " ".join(f"{loss:.4f}" for loss in report["bf16"].values())
-    )
+    losses = study.numbers(list(report["bf16"].values()), ".4f")
+    what = f"{report['model']}, {report['steps']} steps of {report['tokens_per_step']} bytes"
+    head = study.heading(report, f"{what}, {report['seconds']:.0f} s; bf16 {losses}")
     rows = [
         [
-            row["candidate"], " ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]), f"{row['mean_percent']:+.2f}",
+            row["candidate"], study.numbers(row["gaps_percent"], "+.2f"), f"{row['mean_percent']:+.2f}",
             "" if row["stdev_percent"] is None else f"{row['stdev_percent']:.2f}", f"{row['in_bf16_percent']:+.2f}",
             "yes" if row["mean_percent"] <= report["limit_percent"] else "no",
         ]
@@ -232,11 +222,11 @@ def render(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     columns = ("candidate", "gap of each seed, %", "mean", "stdev", "in bf16", f"within {report['limit_percent']} %")
     failed = [f"{run['candidate']}, seed {run['seed']}: {run['error']}" for run in report["failed"]]
-    return "\n\n".join([head, table.render(columns, rows), *failed])
+    return "\n\n".join([head, table(columns, rows), *failed])
 
 
 def look(plan: Plan) -> None:
-    """Prints what NVFP4 does to a model that was trained in bf16."""
+    """Print what NVFP4 does to a model that was trained in bf16."""
     trained: list[GPT] = []
 
     def ended(model: torch.nn.Module) -> None:

@@ -14,18 +14,18 @@ are what rounding alone does. Exit code 1 if a limit is passed.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import study
 from octavo.cli import machine
 from octavo.demo.training import MODELS, Outcome, Plan, gap, shape_of, train
-from octavo.errors import Unsupported
-from octavo.inspection import table
 from octavo.recipes import SHIPPED, recipe
+from octavo.text import table
 
 STEPS, BATCH, SEEDS = 400, 16, (0, 1, 2, 3)
 
@@ -49,27 +49,15 @@ MOE_FP8, MOE_NVFP4 = Limit(0.5, 2.0), Limit(1.5, 3.0, either_way=False)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.parity", description=(__doc__ or "").split("\n")[0])
+    parser = study.parser_of("parity", __doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt", help="as in octavo train; default: %(default)s")
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
     parser.add_argument("--recipes", nargs="+", default=list(SHIPPED))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here, after every seed")
-    arguments = parser.parse_args(argv)
-    try:
-        report = measure(arguments)
-    except Unsupported as unsupported_reason:
-        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
-        return 2
-    print(render(report))
-    return 0 if all(row["ok"] for row in report["results"]) else 1
+    study.add_training(parser, STEPS, BATCH, SEEDS)
+    return study.run(parser, argv, measure, render)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every run, seed by seed, so that an interrupted measurement leaves whole seeds behind."""
-    device = machine.parse_device(arguments.device)
     chosen = {name: recipe(name) for name in arguments.recipes}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
     baselines: list[Outcome] = []
@@ -89,8 +77,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "bf16": {"losses": [b.loss for b in baselines], **loads(baselines)},
             "results": [judge(name, found, baselines, arguments.model) for name, found in outcomes.items()],
         }
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        study.write(report, arguments.json)
     return report
 
 
@@ -123,27 +110,20 @@ def limit_of(name: str, model: str = "gpt") -> Limit:
 
 
 def render(report: dict[str, Any]) -> str:
-    facts = report["machine"]
-    head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {report['model']}, {report['steps']} steps of "
-        f"{report['tokens_per_step']} bytes\n"
-        f"seeds {numbers(report['seeds'], 'd')}; bf16 losses {numbers(report['bf16']['losses'], '.4f')}"
-    )
+    what = f"{report['model']}, {report['steps']} steps of {report['tokens_per_step']} bytes"
+    seeds, losses = study.numbers(report["seeds"], "d"), study.numbers(report["bf16"]["losses"], ".4f")
+    head = f"{study.heading(report, what)}\nseeds {seeds}; bf16 losses {losses}"
     rows = [
         [
             row["recipe"],
-            numbers(row["gaps_percent"], "+.2f"),
+            study.numbers(row["gaps_percent"], "+.2f"),
             f"{row['mean_percent']:+.2f}",
             "" if row["stdev_percent"] is None else f"{row['stdev_percent']:.2f}",
             "yes" if row["ok"] else "NO",
         ]
         for row in report["results"]
     ]
-    return head + "\n\n" + table.render(("recipe", "gap of each seed, %", "mean", "stdev", "within limits"), rows)
-
-
-def numbers(values: list[float], form: str) -> str:
-    return " ".join(format(value, form) for value in values)
+    return head + "\n\n" + table(("recipe", "gap of each seed, %", "mean", "stdev", "within limits"), rows)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def load(name: str) -> dict[str, Any]:
 
 
 def speeds(name: str, cases: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Returns (case, milliseconds, times the speed of that run's bf16) of the fused MLP."""
+    """Return (case, milliseconds, times the speed of that run's bf16) of the fused MLP."""
     ms = {row["case"]: row["ms"] for row in load(name)["results"]}
     return [(case, ms[case], ms[BASE] / ms[case]) for case in cases]
 
 
 def gaps() -> list[tuple[str, float, float]]:
-    """Returns (recipe, mean, standard deviation) of the gap of the loss, in percent."""
+    """Return (recipe, mean, standard deviation) of the gap of the loss, in percent."""
     rows = load("parity-h200")["results"]
     return [(row["recipe"], row["mean_percent"], row["stdev_percent"]) for row in rows if row["recipe"] != "bf16"]
 

@@ -18,6 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import study
+
 BENCHES = {
     "linear": ["--shape", "8192,4096,14336", "--recipes", "fp8-delayed,fp8-current,fp8-rowwise,fp8-block,mxfp8"],
     "grouped": ["--shape", "8,16384,4096,14336", "--shape", "64,32768,2048,2048",
@@ -28,7 +30,7 @@ BENCHES = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.triton_versions")
     parser.add_argument("folders", nargs="*")
-    parser.add_argument("--json", default=None, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=["hashes", *BENCHES], choices=["hashes", *BENCHES])
     parser.add_argument("--cases", default="", metavar="PATTERN", help="of the hashes: a part of a case's name")
@@ -45,25 +47,19 @@ def main() -> None:
                 for row, value in rows(suite, measured).items():
                     ms[row] = min(value, ms.get(row, value))
             report["ratio"] = ratios(report["versions"])
-            write(report, arguments.json)
+            study.write(report, arguments.json)
     for name, found in report.get("ratio", {}).items():
         print(name, {row: round(ratio, 3) for row, ratio in found.items()}, flush=True)
     for name, folder in places.items() if "hashes" in arguments.only else ():
         report["versions"][name]["hashes"] = found = hashes(folder, arguments.workers, arguments.cases)
         print(name, {key: value for key, value in found.items() if key != "notable"}, flush=True)
-        write(report, arguments.json)
+        study.write(report, arguments.json)
 
 
 def ratios(versions: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Milliseconds over those of the first version, row by row."""
     base = next(iter(versions.values()))["ms"]
     return {name: {row: ms / base[row] for row, ms in found["ms"].items()} for name, found in versions.items()}
-
-
-def write(report: dict[str, Any], file: str | None) -> None:
-    """After every part: a run that is cut off leaves what it had."""
-    if file:
-        Path(file).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def run(command: list[str], folder: str) -> str:

@@ -56,3 +56,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table: columns padded to their widest cell, two spaces apart, a rule under the header."""
+    rule = ["-" * max(len(one_line(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join(columns([header, rule, *rows]))

@@ -1,4 +1,4 @@
-"""The wheel is one small file with the package and nothing else, and README's example runs from it alone."""
+"""The wheel is one small file: the package, its script and nothing else. README's example runs from it alone."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def wheel(tmp_path_factory):
     """The wheel, built from a copy of the sources: a build leaves files behind."""
     copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("octavo_command.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     done = subprocess.run([sys.executable, "-c", BUILD, out], cwd=copy, capture_output=True, text=True, check=True)
     return out / done.stdout.splitlines()[-1]
@@ -33,11 +33,12 @@ def test_the_wheel_is_one_small_file_for_every_platform(wheel):
     assert wheel.stat().st_size < LIMIT, f"{wheel.stat().st_size} bytes"
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def test_the_wheel_has_the_package_its_script_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
     files = [path for path in (ROOT / "octavo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert packed == {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".typed", ".txt")}
+    package = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".typed", ".txt")}
+    assert packed == {"octavo_command.py", *package}
 
 
 def test_the_readme_runs_from_the_wheel(wheel, tmp_path):

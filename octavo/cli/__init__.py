@@ -1,32 +1,20 @@
 """The `octavo` command. A subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`; its
 docstring is its help text."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 # on some virtual machines oneDNN picks AMX instructions and dies with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from octavo.cli import bench, compare_command, doctor, explain_command, inspect_command, output, train
+from octavo.cli import output
+from octavo.cli.commands import COMMANDS, make_parser
 from octavo.errors import Unsupported
 from octavo.version import __version__
 
-COMMANDS = {
-    "doctor": doctor, "train": train, "bench": bench, "explain": explain_command,
-    "inspect": inspect_command, "compare": compare_command,
-}  # fmt: skip
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes, as a shell reports SIGINT and SIGPIPE
-DESCRIPTION = (
-    "Low-precision training for PyTorch. Check a machine, try a recipe, time it, and see what it does to a model."
-)
-EPILOG = """\
-Start with `octavo doctor`. `octavo COMMAND --help` shows the options of a command and an example.
-
-Ctrl-C ends a command. doctor, train and bench then print the results so far, and write them to the --json file.
-Exit codes: 0 success, 1 a check failed, 2 wrong arguments or missing hardware, 130 ended by Ctrl-C.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = _parser()
+    parser = make_parser(__version__)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
@@ -52,7 +40,7 @@ def _run(argv: Sequence[str] | None) -> int:
         for option in ("json", "html"):
             if isinstance(target := getattr(arguments, option, None), str):
                 output.check(target, f"--{option}")
-        code: int = COMMANDS[arguments.command].run(arguments)
+        code: int = import_module(f"octavo.cli.{COMMANDS[arguments.command]}").run(arguments)
         return code
     except Unsupported as unsupported_reason:
         output.say(f"{name}: {unsupported_reason}")
@@ -60,15 +48,3 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as stop:
         output.say(f"{name}: interrupted. {str(stop) or 'Nothing was written.'}")
         return INTERRUPTED
-
-
-def _parser() -> argparse.ArgumentParser:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="octavo", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
-    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, module in COMMANDS.items():
-        text = module.__doc__ or ""
-        command = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=plain)
-        module.add_arguments(command)
-    return parser

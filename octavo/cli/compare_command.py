@@ -12,13 +12,11 @@ example: octavo compare mymodule:example fp8-block nvfp4 --html report.html
 """
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from itertools import cycle, islice
 from pathlib import Path
 
 from octavo.cli import options, output
-from octavo.cli.target import add_target, here, load
+from octavo.cli.target import add_target, loaded
 from octavo.inspection.compare import compare
 from octavo.recipes import recipe
 
@@ -37,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     first, second = recipe(arguments.first), recipe(arguments.second)
-    with redirect_stdout(sys.stderr), here():
-        model, batches = load(arguments.target)
+    with loaded(arguments.target) as (model, batches):
         runs = batches if arguments.steps is None else list(islice(cycle(batches), arguments.steps))
         found = compare(model, runs, first, second)
     if arguments.html is not None:

@@ -35,13 +35,13 @@ from octavo._torch.inductor import DIRECT_CALLS
 from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.cli import machine, output
 from octavo.cli.known_bad import known_bad
-from octavo.inspection import table
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
 from octavo.launch import DIRECT_LAUNCHES
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
+from octavo.text import table
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
 TILE = (160, 192, 256)  # tokens, out, in: not all multiples of 128, to test partial tiles
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(device: torch.device) -> dict[str, Any]:
-    """Returns the whole report, as plain data."""
+    """Return the whole report, as plain data."""
     report: dict[str, Any] = {}
     examine(device, report)
     return report
 
 
 def examine(device: torch.device, report: dict[str, Any]) -> None:
-    """Fills the report, one recipe after another."""
+    """Fill the report, one recipe after another."""
     facts = machine.describe(device)
     report |= {"machine": facts, "recipes": {}, "known_bad": known_bad(facts, dict(os.environ)), "failed": []}
     report["fast_paths"] = fast_paths_of(device)
@@ -89,7 +89,7 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
 
 
 def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
-    """Checks every fast path, and returns its state: `on` is None for one that has no use on this device."""
+    """Check every fast path, and return its state: `on` is None for one that has no use on this device."""
     asked = [GUARDS, WITHOUT_DISPATCHER, DIRECT_CALLS]
     if device.type == "cuda" and backend.unsupported_by_triton(device) is None:
         from octavo.kernels.activation.cast import triton as casts  # with every tile that transposes codes
@@ -108,7 +108,7 @@ def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
 @torch.inference_mode(False)
 @torch.enable_grad()  # a caller without gradients still asks for the backward of a layer
 def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
-    """Returns a cell for each column, from the three tensors of one small linear layer."""
+    """Return a cell for each column, from the three tensors of one small linear layer."""
     quant = subject.linear()
     tokens, out, inner = TILE
     x, w, dy = _tile(tokens, inner, 0), _tile(out, inner, 1), _tile(tokens, out, 2)
@@ -127,7 +127,7 @@ def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
 
 
 def _guarded(check: Callable[[], Cell]) -> Cell:
-    """Runs a probe. A probe that raises any exception is a failed probe, so that the doctor reports it."""
+    """Run a probe. A probe that raises any exception is a failed probe, so that the doctor reports it."""
     try:
         return check()
     except Exception as error:
@@ -135,7 +135,7 @@ def _guarded(check: Callable[[], Cell]) -> Cell:
 
 
 def _tile(rows: int, columns: int, salt: int) -> Tensor:
-    """Returns signed data with a wide range, made on the CPU so that it is the same on every device."""
+    """Return signed data with a wide range, made on the CPU so that it is the same on every device."""
     generator = torch.Generator("cpu").manual_seed(salt)
     x = torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32)
     exponent = torch.randint(-3, 4, (rows, 1), generator=generator, device="cpu", dtype=torch.int64)
@@ -143,7 +143,7 @@ def _tile(rows: int, columns: int, salt: int) -> Tensor:
 
 
 def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tensor:
-    """Returns one operand of a GEMM, quantized as in a layer: along its contraction; if delayed, by a fixed factor."""
+    """Return one operand of a GEMM, quantized as in a layer: along its contraction; if delayed, by a fixed factor."""
     x, axis, spec = part[0].to(device), part[1], part[2]
     if spec is None:
         return x if axis == -1 else x.T
@@ -154,7 +154,7 @@ def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tenso
 
 
 def _probe_quantizers(parts: list[Part], device: torch.device, delayed: bool) -> Cell:
-    """Checks that codes and scales equal the CPU reference's, byte for byte, and dequantize to about the values."""
+    """Check that codes and scales equal the CPU reference's, byte for byte, and dequantize to about the values."""
     for part in parts:
         here, there = _operand(part, device, delayed), _operand(part, CPU, delayed)
         assert isinstance(here, QTensor) and isinstance(there, QTensor)
@@ -169,7 +169,7 @@ def _probe_quantizers(parts: list[Part], device: torch.device, delayed: bool) ->
 
 
 def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, accumulation: str) -> Cell:
-    """Compares the product of a layer's operands with the float64 product of their dequantized values."""
+    """Compare the product of a layer's operands with the float64 product of their dequantized values."""
     a, b = (_operand(part, device, delayed) for part in pair)
     got = gemm(a, b, out_dtype=torch.bfloat16, accumulation=accumulation).double()
     left, right = ((q.dequantize(torch.float32) if isinstance(q, QTensor) else q).double() for q in (a, b))
@@ -185,7 +185,7 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
 
 
 def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
-    """Checks three experts, one without tokens: y is near the exact product, and all results are near the CPU's."""
+    """Check three experts, one without tokens: y is near the exact product, and all results are near the CPU's."""
     tokens, out, inner = TILE
     there: Any = GroupedLinear(3, inner, out, bias=False, recipe=subject, device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
 
 
 def _grouped_step(layer: Any, x: Tensor, dy: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Runs forward and backward, and returns y, dx and dw on the CPU."""
+    """Run forward and backward, and return y, dx and dw on the CPU."""
     device = layer.weight.device
     leaf = x.clone().to(device).requires_grad_()
     y = layer(leaf, sizes.to(device))
@@ -221,7 +221,7 @@ def render(report: dict[str, Any]) -> str:
     gpu = f"{facts['gpu']} ({facts['capability']}, {facts['memory_gib']} GiB)" if facts["gpu"] else "no GPU"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("octavo", "torch", "triton", "cuda") if facts[name])
     rows = [[name, *(cells[c]["status"] for c in COLUMNS)] for name, cells in report["recipes"].items()]
-    parts = [f"{gpu}; python {facts['python']}, {versions}", table.render(("recipe", *COLUMNS), rows)]
+    parts = [f"{gpu}; python {facts['python']}, {versions}", table(("recipe", *COLUMNS), rows)]
     notes = dict.fromkeys(
         f"{name} {column}: {cell['why']}"
         for name, cells in report["recipes"].items()

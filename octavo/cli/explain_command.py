@@ -14,15 +14,12 @@ example: octavo explain mymodule:example --fail-on break,recompile,skip
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 
 import torch
-from torch import nn
 
 from octavo.cli import output
-from octavo.cli.target import add_target, here, load
+from octavo.cli.target import add_target, loaded
 from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import explain
@@ -51,10 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = parse_conditions(arguments.fail_on)
-    with redirect_stdout(sys.stderr), here():  # output of the model is not part of the report
-        model, batches = load(arguments.target)
+    with loaded(arguments.target) as (model, batches):
         if arguments.mode is not None:
-            check_compiler(_device(model))
+            check_compiler(next((p.device for p in model.parameters()), torch.device("cpu")))
         report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
     output.deliver(report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
@@ -74,14 +70,10 @@ def parse_conditions(text: str) -> list[str]:
 
 
 def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
-    """Returns a sentence for each condition that is met."""
+    """Return a sentence for each condition that is met."""
     sentences = []
     for word in conditions:
         noun, find = CONDITIONS[word]
         if found := find(report):
             sentences.append(f"--fail-on {word}: {plural(len(found), noun)}. The first: {found[0]}")
     return sentences
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

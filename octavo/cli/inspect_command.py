@@ -13,12 +13,10 @@ example: octavo inspect mymodule:example --recipe nvfp4 --steps 10 --html report
 """
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from octavo.cli import options, output
-from octavo.cli.target import add_target, here, load
+from octavo.cli.target import add_target, loaded
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.inspect import Inspection, inspect
 from octavo.inspection.steps import give_recipe, gradients_of
@@ -41,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = None if arguments.recipe is None else recipe(arguments.recipe)
-    with redirect_stdout(sys.stderr), here():  # output of the model is not part of the report
-        model, batches = load(arguments.target)
+    with loaded(arguments.target) as (model, batches):
         if chosen is not None:
             give_recipe(model, chosen)
         elif next(layers(model), None) is None:

@@ -6,7 +6,7 @@ from octavo.version import parse
 
 
 def known_bad(facts: dict[str, Any], environment: dict[str, str]) -> list[dict[str, str]]:
-    """Returns the entries that apply here. `facts` comes from `machine.describe`."""
+    """Return the entries that apply here. `facts` comes from `machine.describe`."""
     found = []
     if parse(facts["torch"]) == (2, 11):
         found.append(

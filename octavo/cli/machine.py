@@ -19,7 +19,7 @@ def installed(package: str) -> str | None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Returns the versions of the software, and facts about the device."""
+    """Return the versions of the software, and facts about the device."""
     facts: dict[str, Any] = {
         "octavo": __version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def add_device(parser: ArgumentParser) -> None:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """Returns the device of that name; None is the GPU if there is one, else the CPU."""
+    """Return the device of that name; None is the GPU if there is one, else the CPU."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

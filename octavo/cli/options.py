@@ -25,26 +25,31 @@ def add_recipes(parser: ArgumentParser, default: Sequence[str]) -> None:
     )  # fmt: skip
 
 
+def add_cpu_device(parser: ArgumentParser) -> None:
+    """Add --device to a suite that also runs on a CPU, where it shows that everything works."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+
+
 def add_no_peers(parser: ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out; default: those installed")
 
 
 def count(text: str) -> int:
-    """Parses an int from 1 up."""
+    """Parse an int from 1 up."""
     if not re.fullmatch(r"\+?[0-9]{1,18}", text.strip()) or int(text) < 1:
         raise ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """Parses an int that torch takes as a seed."""
+    """Parse an int that torch takes as a seed."""
     if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or not -(2**63) <= int(text) < 2**63:
         raise ArgumentTypeError(f"expected a whole number from -2^63 up to 2^63 - 1, got {text!r}")
     return int(text)
 
 
 def sizes(*names: str) -> Callable[[str], tuple[int, ...]]:
-    """Returns a parser of that many sizes, comma-separated."""
+    """Return a parser of that many sizes, comma-separated."""
 
     def read(text: str) -> tuple[int, ...]:
         try:
@@ -60,7 +65,7 @@ def sizes(*names: str) -> Callable[[str], tuple[int, ...]]:
 
 
 def recipes(text: str) -> list[str]:
-    """Parses comma-separated names or strings of recipes, and raises for an unknown one."""
+    """Parse comma-separated names or strings of recipes, and raise for an unknown one."""
     names = [name.strip() for name in _split(text)]
     for name in names:
         try:
@@ -71,12 +76,12 @@ def recipes(text: str) -> list[str]:
 
 
 def recipes_or_none(text: str) -> list[str]:
-    """Parses comma-separated recipes, or the word none."""
+    """Parse comma-separated recipes, or the word none."""
     return [] if text.strip() == "none" else recipes(text)
 
 
 def _split(text: str) -> list[str]:
-    """Splits at commas outside of brackets, since a recipe's settings may contain commas."""
+    """Split at commas outside of brackets, since a recipe's settings may contain commas."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)

@@ -23,6 +23,10 @@ Report = dict[str, Any]
 class Interrupted(KeyboardInterrupt):
     """Raised after Ctrl-C, once the results so far are delivered. The text says where they went."""
 
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
 
 def add_json(parser: ArgumentParser, what: str) -> None:
     parser.add_argument(
@@ -36,7 +40,7 @@ def add_json(parser: ArgumentParser, what: str) -> None:
 def produce(
     fill: Callable[[Report], None], render: Callable[[Report], str], target: str | None, *, indent: int = 1
 ) -> Report:
-    """Fills a report, writes it to `target` (a path, - or None), prints it and returns it.
+    """Fill a report, write it to `target` (a path, - or None), print it and return it.
 
     `fill` adds results to the report one by one. After Ctrl-C the results so far are delivered in the same way, marked
     "interrupted", and `Interrupted` is raised. `render` returns "" for a report without results."""
@@ -46,14 +50,14 @@ def produce(
     except KeyboardInterrupt:
         with _undisturbed():
             report["interrupted"] = True
-            raise Interrupted(_keep(report, render(report), target, indent)) from None
+            raise Interrupted(_keep(report, render(report), target, indent), report) from None
     with _undisturbed():
         deliver(report, render(report), target, indent=indent)
     return report
 
 
 def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -> None:
-    """Writes the file, then prints: a closed pipe does not cost the file, and a full disk does not cost the text."""
+    """Write the file, then prints: a closed pipe does not cost the file, and a full disk does not cost the text."""
     try:
         _save(report, target, indent)
     finally:
@@ -61,12 +65,12 @@ def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -
 
 
 def say(sentence: str) -> None:
-    """Prints a sentence that is no part of a report."""
+    """Print a sentence that is no part of a report."""
     print(printable(sentence), file=sys.stderr)
 
 
 def as_json(report: Report, indent: int) -> str:
-    """Returns a report as JSON, which has no word for NaN and Inf: they become the strings "NaN", "Infinity" and
+    """Return a report as JSON, which has no word for NaN and Inf: they become the strings "NaN", "Infinity" and
     "-Infinity", which Python and JavaScript read back as numbers."""
     return json.dumps(_plain(report), indent=indent, allow_nan=False)
 
@@ -82,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
-    """Delivers an unfinished report, and returns a sentence that says where it went."""
+    """Deliver an unfinished report, and return a sentence that says where it went."""
     if not text:
         return "There were no results yet." + (f" {target} was not written." if _is_file(target) else "")
     went, trouble = [], ""
@@ -104,7 +108,7 @@ def _show(report: Report, text: str, target: str | None, indent: int) -> None:
 
 
 def _save(report: Report, target: str | None, indent: int) -> bool:
-    """Writes the report to `target` if that is a file; returns whether it is."""
+    """Write the report to `target` if that is a file; returns whether it is."""
     if target is None or not _is_file(target):
         return False
     try:
@@ -121,7 +125,7 @@ def _is_file(target: str | None) -> bool:
 
 
 def check(target: str, option: str = "--json") -> None:
-    """Raises, before any work, if the file of an option cannot be written. Changes nothing on the disk."""
+    """Raise, before any work, if the file of an option cannot be written. Changes nothing on the disk."""
     if target == "-":
         return
     path = Path(target)
@@ -141,7 +145,7 @@ def check(target: str, option: str = "--json") -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the file atomically: readers see the old text or the new, and a failure leaves the old one."""
+    """Replace the file atomically: readers see the old text or the new, and a failure leaves the old one."""
     if _is_device(path):
         path.write_text(text)
         return
@@ -164,7 +168,7 @@ def _is_device(path: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Returns the file that a link points to, so that the link stays a link."""
+    """Return the file that a link points to, so that the link stays a link."""
     return Path(os.path.realpath(path))
 
 
@@ -176,7 +180,7 @@ def _umask() -> int:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignores Ctrl-C inside the block. Only the main thread can do that; other threads change nothing."""
+    """Ignore Ctrl-C inside the block. Only the main thread can do that; other threads change nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -189,7 +193,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def drop_broken() -> None:
-    """Redirects streams with a closed reader to /dev/null, so that Python reports no error when it exits."""
+    """Redirect streams with a closed reader to /dev/null, so that Python reports no error when it exits."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

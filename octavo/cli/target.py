@@ -4,7 +4,7 @@ import importlib
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def add_target(parser: ArgumentParser) -> None:
 
 
 def load(target: str) -> tuple[nn.Module, Batches]:
-    """Returns the model, and the arguments of each call."""
+    """Return the model, and the arguments of each call."""
     name, _, attribute = target.partition(":")
     if not name or not attribute:
         raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
@@ -42,7 +42,7 @@ def load(target: str) -> tuple[nn.Module, Batches]:
 
 
 def _check_callable_alone(target: str, function: Any) -> None:
-    """Raises if a call without arguments is not possible."""
+    """Raise if a call without arguments is not possible."""
     try:
         parameters = signature(function)
     except (TypeError, ValueError):  # some built-in functions have none
@@ -84,10 +84,12 @@ def _kinds(found: Any) -> str:
 
 
 @contextmanager
-def here() -> Iterator[None]:
-    """Puts the current folder first in Python's path inside the block, as `python -m` does."""
+def loaded(target: str) -> Iterator[tuple[nn.Module, Batches]]:
+    """Yield what `load` returns. Inside the block the current folder is first in Python's path, as `python -m` has it,
+    and what the model prints goes to stderr: it is no part of a report."""
     sys.path.insert(0, "")
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield load(target)
     finally:
         sys.path.remove("")

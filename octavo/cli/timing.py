@@ -18,7 +18,7 @@ WARMUP, REPEATS = 10, 60
 
 
 def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
-    """Returns the median milliseconds of one call on the current CUDA device, and every reading."""
+    """Return the median milliseconds of one call on the current CUDA device, and every reading."""
     call()  # compiles and probes, which a capture cannot contain
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -38,7 +38,7 @@ def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int 
 
 
 def copy_ms(source: Tensor) -> tuple[float, list[float]]:
-    """Returns `device_ms` of a copy of this tensor: by the copy engine or by a kernel that changes signs on the way,
+    """Return `device_ms` of a copy of this tensor: by the copy engine or by a kernel that changes signs on the way,
     whichever is faster. Either is on some machine by a third."""
     target = torch.empty_like(source)
     ways: tuple[Callable[[], object], ...] = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
@@ -46,7 +46,7 @@ def copy_ms(source: Tensor) -> tuple[float, list[float]]:
 
 
 def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
-    """Returns the median microseconds that the host takes to issue one call, without waiting for the device."""
+    """Return the median microseconds that the host takes to issue one call, without waiting for the device."""
     readings = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
 
 
 def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str, float]:
-    """Returns `host_us` of a step three times: as it is, with backward on the calling thread, and with all threads on
+    """Return `host_us` of a step three times: as it is, with backward on the calling thread, and with all threads on
     one core."""
     for _ in range(WARMUP):
         call()
@@ -72,7 +72,7 @@ def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str,
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Pins all threads of this process to one of its cores inside the block (Linux)."""
+    """Pin all threads of this process to one of its cores inside the block (Linux)."""
     everywhere = os.sched_getaffinity(0)
     before: dict[int, set[int]] = {}
     try:
@@ -96,7 +96,7 @@ def _threads() -> list[int]:
 
 
 def eager_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
-    """Returns the median milliseconds between the starts of successive calls on the device, and every reading. Calls
+    """Return the median milliseconds between the starts of successive calls on the device, and every reading. Calls
     are issued without waiting, so this is the device's time, or the host's where that is longer."""
     for _ in range(warmup):
         call()

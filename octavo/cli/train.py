@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _page_of(arguments: argparse.Namespace) -> str | None:
-    """Returns the file of the page; None if there is to be none."""
+    """Return the file of the page; None if there is to be none."""
     if arguments.html is None and arguments.out is not None:
         return str(Path(arguments.out) / "report.html")
     found: str | None = arguments.html
@@ -147,23 +147,22 @@ def _page_of(arguments: argparse.Namespace) -> str | None:
 def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
     page_at = _page_of(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
-    report: dict[str, Any] = {}
     try:
-        output.produce(partial(_compare_into, report, plan, subjects, saved), render, arguments.json)
+        report = output.produce(partial(compare, plan, subjects, saved), render, arguments.json)
     except output.Interrupted as stop:
-        said = [str(stop), *_write_page(report, page_at)]
+        said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
             parser = argparse.ArgumentParser()
             add_arguments(parser)
             said.append(saves.how_to_resume(saved, arguments, parser))
-        raise output.Interrupted(" ".join(said)) from None
+        raise output.Interrupted(" ".join(said), stop.report) from None
     for sentence in _write_page(report, page_at):
         print(f"\n{sentence}", file=sys.stderr if arguments.json == "-" else sys.stdout)
     return 0
 
 
 def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
-    """Returns the settings of all runs, checked before any work."""
+    """Return the settings of all runs, checked before any work."""
     device = machine.parse_device(arguments.device)
     if arguments.compile:
         check_compiler(device)
@@ -177,7 +176,7 @@ def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
 
 
 def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
-    """Returns the runs beside the baseline: recipes first, then policies, each in their order."""
+    """Return the runs beside the baseline: recipes first, then policies, each in their order."""
     policies = arguments.policy or []
     recipes = arguments.recipe or ([] if policies else [DEFAULT])
     chosen: list[tuple[str, Recipe | Policy]] = [(name_of(recipe(text)), recipe(text)) for text in recipes]
@@ -189,18 +188,8 @@ def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
     return [Subject(name, one, saves.folder_of(name, names)) for name, one in chosen]
 
 
-def _compare_into(
-    kept: dict[str, Any], plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report: dict[str, Any]
-) -> None:
-    """Fills the report, and keeps it for a page, however far it gets."""
-    try:
-        compare(plan, subjects, saved, report)
-    finally:
-        kept.update(report)
-
-
 def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
-    """Writes the page of a report that has losses. Returns a sentence that says where it is."""
+    """Write the page of a report that has losses. Returns a sentence that says where it is."""
     if target is None or not runs_of(report):
         return []
     output.write(Path(target), page.render(report))
@@ -208,7 +197,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises if torch.compile would fail later: for a CPU it generates C++ and needs a compiler."""
+    """Raise if torch.compile would fail later: for a CPU it generates C++ and needs a compiler."""
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise UnsupportedHardware(
             f"torch.compile on a CPU needs a C++ compiler, and none of {', '.join(COMPILERS)} is here. "
@@ -217,7 +206,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report: dict[str, Any]) -> None:
-    """Fills the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
+    """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     report["routes"] = [row for subject in subjects for row in routes(subject, plan.device)]
     for subject in subjects:
@@ -247,7 +236,7 @@ def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report
 
 
 def tried(plan: Plan, policy: Policy) -> dict[str, Any]:
-    """Returns a policy as data, with the number of layers that take each rule at the first step."""
+    """Return a policy as data, with the number of layers that take each rule at the first step."""
     model = GPT(plan.shape, seed=plan.seed)
     made: ConversionReport = converted(model, policy)
     if next(layers(model), None) is None:
@@ -260,7 +249,7 @@ def tried(plan: Plan, policy: Policy) -> dict[str, Any]:
 
 
 def routes(subject: Subject, device: torch.device) -> list[dict[str, str]]:
-    """Returns how each GEMM of a linear layer runs on this device, native, emulated or by the reference: for a recipe,
+    """Return how each GEMM of a linear layer runs on this device, native, emulated or by the reference: for a recipe,
     or for each recipe of a policy."""
     if isinstance(subject.chosen, Recipe):
         return [{"recipe": subject.name, **_routes(subject.chosen, device)}]
@@ -274,7 +263,7 @@ def _routes(chosen: Recipe, device: torch.device) -> dict[str, str]:
 
 
 def settings_of(plan: Plan, name: str, chosen: Recipe | Policy | None) -> dict[str, Any]:
-    """Returns what decides the numbers of a run, by option."""
+    """Return what decides the numbers of a run, by option."""
     return {
         "--recipe": name, "--policy": str(chosen) if isinstance(chosen, Policy) else None,
         "--model": plan.model(), "--steps": plan.steps, "--batch": plan.batch, "--seed": plan.seed,

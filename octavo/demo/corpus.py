@@ -21,7 +21,7 @@ CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))  # control characters t
 
 
 def load(path: str | None = None) -> tuple[Tensor, Tensor]:
-    """Returns a text's bytes, uint8: the part to train on, and the end that is held out. None is the book."""
+    """Return a text's bytes, uint8: the part to train on, and the end that is held out. None is the book."""
     raw = _book() if path is None else _read(path)
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     cut = max(int(len(text) * (1 - HELD_OUT)), len(text) - MOST_HELD_OUT)
@@ -29,7 +29,7 @@ def load(path: str | None = None) -> tuple[Tensor, Tensor]:
 
 
 def check(path: str | None, context: int) -> None:
-    """Raises if a file is no text, or too short for windows of this many bytes."""
+    """Raise if a file is no text, or too short for windows of this many bytes."""
     text, held_out = load(path)
     if len(held_out) <= context:
         least = round((context + 1) / HELD_OUT) + 1
@@ -41,7 +41,7 @@ def check(path: str | None, context: int) -> None:
 
 
 def digest(path: str | None) -> str:
-    """Returns a short name of a text's bytes."""
+    """Return a short name of a text's bytes."""
     raw = _book() if path is None else _read(path)
     return hashlib.sha256(raw).hexdigest()[:16]
 
@@ -72,7 +72,7 @@ def _read(path: str) -> bytes:
 
 
 def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-    """Yields for each step int64 [batch, context + 1] from random positions: inputs, and targets one byte later."""
+    """Yield for each step int64 [batch, context + 1] from random positions: inputs, and targets one byte later."""
     check_context(text, context)
     generator = torch.Generator("cpu").manual_seed(seed)
     indices: Any = {"device": "cpu", "dtype": torch.int64}
@@ -83,7 +83,7 @@ def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) ->
 
 
 def windows(text: Tensor, *, context: int) -> Tensor:
-    """Returns a whole text as int64 [windows, context + 1], each byte a target once, without a last, shorter piece."""
+    """Return a whole text as int64 [windows, context + 1], each byte a target once, without a last, shorter piece."""
     check_context(text, context)
     return text.unfold(0, context + 1, context).long()
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.demo import llama
+from octavo.demo import llama, transformer
 from octavo.demo.moe_gpt import MixtureShape, make_mixture
-from octavo.demo.transformer import Device, float32_on
+from octavo.demo.transformer import MLP, Block, Device, float32_on
 from octavo.errors import UnsupportedShape
 
 BYTES = 256
@@ -42,18 +42,18 @@ class Shape:
             )
 
     def sizes(self) -> str:
-        """Returns the sizes as --size takes them, with their names."""
+        """Return the sizes as --size takes them, with their names."""
         return f"width {self.width}, layers {self.layers}, heads {self.heads}, context {self.context}"
 
     def llama(self) -> llama.Size:
-        """Returns the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
+        """Return the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
         shared = self.heads if self.heads % 2 else self.heads // 2
         hidden = -(-8 * self.width // 3 // 32) * 32  # a multiple of 32, which every scheme of scales divides
         return llama.Size(1, self.context, self.width, self.heads, shared, hidden, self.layers, BYTES)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotates pairs of channels by an angle proportional to the position, so that products depend on the distance."""
+    """Rotate pairs of channels by an angle proportional to the position, so that products depend on the distance."""
     t, d = x.shape[-2:]
     speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
     angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * speed  # [T, D/2]
@@ -63,63 +63,33 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Returns x in the dtype of torch.autocast, if that is on."""
+    """Return x in the dtype of torch.autocast, if that is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-class Attention(nn.Module):
-    """Causal self-attention: each position reads itself and those before it."""
+class Attention(transformer.Attention):
+    """Attention with rotary positions."""
 
-    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
-        super().__init__()
-        self.heads, self.depth = shape.heads, shape.width // shape.heads  # --parallel leaves a rank some of the heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False, **float32_on(device))
-        self.out = nn.Linear(shape.width, shape.width, bias=False, **float32_on(device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, self.depth).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded, so rounding changes them little
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.heads * self.depth))
-        return mixed
+    def placed(self, x: Tensor) -> Tensor:
+        return rotate(F.rms_norm(x, x.shape[-1:]))  # bounded, so rounding changes it little
 
 
-class MLP(nn.Module):
-    """Maps each position on its own, through four times the width."""
+class MixtureBlock(Block):
+    """A block whose MLP is a mixture of experts."""
 
-    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
-        super().__init__()
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False, **float32_on(device))
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False, **float32_on(device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
-
-
-class Block(nn.Module):
-    """Attention and MLP, or a mixture, each with a norm before it and a residual connection."""
-
-    def __init__(self, shape: Shape, device: Device = "cpu", *, plain: bool) -> None:
-        super().__init__()
-        mixture = shape.mixture
-        self.attention_norm = nn.RMSNorm(shape.width, **float32_on(device))
-        self.attention = Attention(shape, device)
-        self.mlp_norm = nn.RMSNorm(shape.width, **float32_on(device))
-        self.mlp = MLP(shape, device) if mixture is None else make_mixture(shape.width, mixture, device, plain=plain)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        h = self.mlp_norm(x)
+    def mlp_input(self, x: Tensor) -> Tensor:
         # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
-        y: Tensor = x + self.mlp(h if isinstance(self.mlp, MLP) else as_autocast(h))
-        return y
+        return as_autocast(super().mlp_input(x))
 
 
 def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
-    return llama.Block(shape.llama(), device) if shape.family == "llama" else Block(shape, device, plain=plain)
+    if shape.family == "llama":
+        return llama.make_block(shape.llama(), device)
+    width, attention = shape.width, Attention(shape.width, shape.heads, device)
+    if shape.mixture is None:
+        return Block(width, attention, MLP(width, 4 * width, device, gated=False), device)
+    return MixtureBlock(width, attention, make_mixture(width, shape.mixture, device, plain=plain), device)
 
 
 class GPT(nn.Module):
@@ -136,7 +106,7 @@ class GPT(nn.Module):
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
-        """Draws the weights again: equal for equal seeds, on any device."""
+        """Draw the weights again: equal for equal seeds, on any device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() >= 2:
@@ -160,7 +130,7 @@ class GPT(nn.Module):
 def loss_of(
     call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
 ) -> Tensor:
-    """Returns the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
+    """Return the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
     for each sequence."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.demo.transformer import Device, SwiGLU, float32_on
+from octavo.demo import transformer
+from octavo.demo.transformer import MLP, Block, Device, float32_on
 from octavo.fusion.sequential import Sequential
 from octavo.kernels.rotary import heads_of
 from octavo.ops.attention import RotaryFactors
@@ -67,49 +68,39 @@ class PlainAttention(RotaryFactors):
         return self.size.kv_heads < self.size.heads
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v, each [B, heads, T, D], q and k rotated."""
+        """Return q, k and v, each [B, heads, T, D], q and k rotated."""
         length = qkv.shape[1]
         q, k, v = heads_of(qkv, self.own[:length], self.other[:length], self.size.heads, self.size.kv_heads)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-class Attention(nn.Module):
+class Attention(transformer.Attention):
+    """Attention whose heads may share keys and values."""
+
     def __init__(self, size: Size, device: Device = "cpu") -> None:
-        super().__init__()
-        self.qkv = nn.Linear(size.width, size.qkv_width, bias=False, **float32_on(device))
+        super().__init__(size.width, size.heads, device, qkv_width=size.qkv_width)
         self.mix = PlainAttention(size, device)
-        self.out = nn.Linear(size.width, size.width, bias=False, **float32_on(device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.mix(self.qkv(x)))
+    def mixed(self, qkv: Tensor) -> Tensor:
+        y: Tensor = self.mix(qkv)
         return y
 
 
-class Block(nn.Module):
-    def __init__(self, size: Size, device: Device = "cpu") -> None:
-        super().__init__()
-        self.attention_norm, self.attention = _norm(size, device), Attention(size, device)
-        self.mlp_norm, self.mlp = _norm(size, device), SwiGLU(size.width, size.hidden, device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
-        return y
+def make_block(size: Size, device: Device = "cpu") -> Block:
+    attention = Attention(size, device)
+    return Block(size.width, attention, MLP(size.width, size.hidden, device, gated=True), device, eps=EPS)
 
 
 def plain_blocks(size: Size, device: Device = "cpu") -> nn.Module:
-    return nn.Sequential(*(Block(size, device) for _ in range(size.layers)), _norm(size, device))
-
-
-def _norm(size: Size, device: Device) -> nn.Module:
-    return nn.RMSNorm(size.width, eps=EPS, **float32_on(device))
+    norm = nn.RMSNorm(size.width, eps=EPS, **float32_on(device))
+    return nn.Sequential(*(make_block(size, device) for _ in range(size.layers)), norm)
 
 
 # -- of Octavo's operations ------------------------------------------------------------------------------------------
 
 
 def fused_blocks(size: Size, device: Device = "cpu", *, recipe: str) -> nn.Module:
-    """Returns the same blocks as one Sequential: everything from one attention to the next runs as one operation."""
+    """Return the same blocks as one Sequential: everything from one attention to the next runs as one operation."""
     layers: list[nn.Module] = []
     norm = partial(ops.RMSNorm, size.width, eps=EPS, **float32_on(device))
     rotary: Any = {"kv_heads": size.kv_heads, "positions": size.length, "base": TURN, "device": device}

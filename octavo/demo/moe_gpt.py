@@ -68,7 +68,7 @@ class _Linears(nn.Module):
 
 
 def make_mixture(width: int, shape: MixtureShape, device: Device = "cpu", *, plain: bool) -> nn.Module:
-    """Returns the mixture in plain torch, or an `octavo.MoE` without a recipe, which `octavo.convert` gives it."""
+    """Return the mixture in plain torch, or an `octavo.MoE` without a recipe, which `octavo.convert` gives it."""
     if plain:
         return TorchMoE(width, shape, device)
     sizes = (width, shape.ffn, shape.experts, shape.top_k)
@@ -87,7 +87,7 @@ class LoadMeter:
         self.totals = [torch.zeros_like(mixture.load) for mixture in self.mixtures]
 
     def around(self, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Returns a function that runs `call`, the model or its compiled form, and counts its load."""
+        """Return a function that runs `call`, the model or its compiled form, and counts its load."""
 
         def counted(x: Tensor) -> Tensor:
             y = call(x)
@@ -98,5 +98,5 @@ class LoadMeter:
         return counted
 
     def shares(self) -> list[list[float]]:
-        """Returns for each mixture the share of all routed rows that each expert got."""
+        """Return for each mixture the share of all routed rows that each expert got."""
         return [(total / total.sum()).tolist() for total in self.totals]

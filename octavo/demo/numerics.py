@@ -4,7 +4,7 @@ Both are measured on copies of the model, so that a sampled run has every bit of
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Sampler:
         self._batch: Tensor | None = None
 
     def following(self, data: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
-        """Yields the batches, and remembers the latest."""
+        """Yield the batches, and remember the latest."""
         for batch in data:
             self._batch = batch.to(device)
             yield self._batch
@@ -34,7 +34,7 @@ class Sampler:
         return step in self.at
 
     def take(self, step: int, model: nn.Module) -> None:
-        """Measures the model after a step, on the batch of that step."""
+        """Measure the model after a step, on the batch of that step."""
         assert self._batch is not None
         if self.kept_mib is None:
             self.kept_mib = bytes_kept(model, self._batch) / 2**20
@@ -42,13 +42,13 @@ class Sampler:
             self.samples.append({"step": step, **tensors_of(model, self._batch)})
 
     def go_on(self, samples: list[dict[str, Any]], kept_mib: float | None) -> None:
-        """Goes on with what a saved run has."""
+        """Go on with what a saved run has."""
         self.samples[:] = samples
         self.kept_mib = kept_mib
 
 
 def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    """Returns the numbers of `octavo.inspect` over one forward and backward of a copy: by layer, tensor and name, with
+    """Return the numbers of `octavo.inspect` over one forward and backward of a copy: by layer, tensor and name, with
     what is wrong in sentences."""
     with _apart(batch):
         subject = copy.deepcopy(model)
@@ -61,23 +61,29 @@ def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 
 def bytes_kept(model: nn.Module, batch: Tensor) -> int:
-    """Returns the bytes that autograd keeps from a forward for its backward, without the parameters' own."""
+    """Return the bytes that autograd keeps from a forward for its backward, without the parameters' own."""
     with _apart(batch):
         subject = copy.deepcopy(model)
-        own = {parameter.untyped_storage().data_ptr() for parameter in subject.parameters()}
-        kept: dict[int, int] = {}  # bytes by address
+        return bytes_saved(subject, lambda: loss_of(subject, batch))
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+
+def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
+    """Return the bytes that autograd saves while `run` calls the model, each storage once and parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}  # bytes by address
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(subject, batch)  # all that is kept has an address of its own while this lives
-        del loss
-        return sum(size for address, size in kept.items() if address not in own)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()  # all that is saved has an address of its own while this lives
+    del result
+    return sum(kept.values())
 
 
 def _apart(batch: Tensor) -> Any:
-    """Returns a context that leaves torch's generators as they were."""
+    """Return a context that leaves torch's generators as they were."""
     return torch.random.fork_rng(devices=[batch.device] if batch.device.type == "cuda" else [])

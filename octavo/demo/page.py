@@ -1,15 +1,16 @@
 """A training report as one HTML page: curves, what recipes did to the tensors of each layer, time, memory, and how all
 of it was made."""
 
+import math
 from collections.abc import Sequence
-from html import escape
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from octavo.demo.charts import SMOOTH, Curve, figure, gaps, has_band, smooth
 from octavo.demo.train_text import gap_text, runs_of
-from octavo.inspection.webpage import document, key, paragraph, table
+from octavo.inspection.charts import Curve, figure
+from octavo.inspection.webpage import Markup, bullets, document, heading, named, paragraph, shaded, table
 
+SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
 MODELS = {"gpt": "A GPT", "llama": "A Llama"}
 WHERE = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
@@ -39,39 +40,27 @@ COLUMNS = (
 
 
 def render(report: dict[str, Any]) -> str:
-    """Returns the page of a report of `octavo train`, as far as it got."""
-    runs = runs_of(report)
+    """Return the page of a report of `octavo train`, as far as it got."""
+    runs, plan = runs_of(report), report["plan"]
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
-    plan = report["plan"]
+    losses = [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs]
+    sampled = [run for run in runs if run.get("numerics")]
+    ended = [run for run in runs if run["loss"] is not None]
     parts = [
         paragraph(_head(report), soft=True),
-        "<h2>Loss</h2>",
-        figure(
-            [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs],
-            f"Training loss by step, in nats per byte, mean over {100 * SMOOTH:.0f} % of the steps",
-        ),
+        heading("Loss"),
+        figure(losses, f"Training loss by step, in nats per byte, mean over {100 * SMOOTH:.0f} % of the steps"),
         _summary(runs, colours),
+        *(_gaps(runs, colours) if len(runs) > 1 else ()),
+        *((heading("What the recipe does to each layer"), paragraph(NUMERICS, soft=True)) if sampled else ()),
+        *(part for run in sampled for part in _numerics(run, colours[run["recipe"]])),
+        *(_cost(ended, colours, plan) if ended else ()),
+        *(part for run in runs if run.get("load") for part in _load(run)),
+        *(_routes(report["routes"]) if report.get("routes") else ()),
+        *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
+        heading("How it was made"),
+        table((), _settings(plan, report["machine"]), left=True),
     ]
-    if len(runs) > 1:
-        above = [
-            Curve(run["recipe"], values, colours[run["recipe"]], band)
-            for run in runs[1:]
-            for values, band in [gaps(run["losses"], runs[0]["losses"])]
-        ]
-        parts += [
-            figure(above, f"Training loss above {runs[0]['recipe']} by step, in percent, smoothed alike", zero=True),
-            paragraph(" ".join([NOISE, *([BAND] if has_band(above) else []), RANKING]), soft=True),
-        ]
-    sampled = [run for run in runs if run.get("numerics")]
-    parts += ["<h2>What the recipe does to each layer</h2>", paragraph(NUMERICS, soft=True)] if sampled else []
-    parts += [_numerics(run, colours[run["recipe"]]) for run in sampled]
-    ended = [run for run in runs if run["loss"] is not None]
-    parts += [_cost(ended, colours, plan)] if ended else []
-    parts += [_load(run) for run in runs if run.get("load")]
-    parts += [_routes(report["routes"])] if report.get("routes") else []
-    parts += [_rules(name, policy) for name, policy in report.get("policies", {}).items()]
-    settings = [[escape(name), escape(str(value))] for name, value in _settings(plan, report["machine"])]
-    parts += ["<h2>How it was made</h2>", table((), settings, left=True)]
     return document(f"{_model(plan)}: {', '.join(run['recipe'] for run in runs)}", parts, wide=bool(sampled))
 
 
@@ -86,33 +75,65 @@ def _head(report: dict[str, Any]) -> str:
     return said + (". Interrupted." if report.get("interrupted") else ".")
 
 
-def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, Any]]:
-    text = plan.get("data") or "Alice's Adventures in Wonderland, in the package"
+def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, str]]:
     shape = {name: value for name, value in plan["shape"].items() if name != "mixture"}
-    mixture = (plan["shape"].get("mixture") or {}).items()
-    listed = [
-        ("text", text),
-        ("compiled", "yes" if plan["compile"] else "no"),
-        *facts.items(),
-        *shape.items(),
-        *mixture,
-    ]
-    return [(name, value) for name, value in listed if value is not None]
+    settings = {
+        "text": plan.get("data") or "Alice's Adventures in Wonderland, in the package",
+        "compiled": "yes" if plan["compile"] else "no",
+        **facts, **shape, **(plan["shape"].get("mixture") or {}),
+    }  # fmt: skip
+    return [(name, str(value)) for name, value in settings.items() if value is not None]
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+
+def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Markup]:
+    """Return the curves of losses above the baseline's, and how to read them."""
+    above = []
+    for run in runs[1:]:
+        values, band = gaps(run["losses"], runs[0]["losses"])
+        above.append(Curve(run["recipe"], values, colours[run["recipe"]], band))
+    title = f"Training loss above {runs[0]['recipe']} by step, in percent, smoothed alike"
+    said = [NOISE, *([BAND] if any(curve.with_band() for curve in above) else []), RANKING]
+    return [figure(above, title, zero=True), paragraph(" ".join(said), soft=True)]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and those before it."""
+    return [fmean(values[first:end]) for first, end in _reaches(len(values))]
+
+
+def gaps(losses: Sequence[float], base: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return how far losses are above those of a baseline on the same batches, in percent of its mean, smoothed; and
+    two standard errors of that. It is NaN where the baseline is zero."""
+    steps = min(len(losses), len(base))
+    found, noise = [], []
+    for first, end in _reaches(steps, len(losses)):
+        differences = [mine - theirs for mine, theirs in zip(losses[first:end], base[first:end], strict=True)]
+        mean = fmean(base[first:end])
+        unit = 100 / mean if mean else math.nan
+        found.append(unit * fmean(differences))
+        spread = all(map(math.isfinite, differences)) and len(differences) > 1
+        noise.append(abs(unit) * 2 * stdev(differences) / len(differences) ** 0.5 if spread else math.nan)
+    return found, noise
+
+
+def _reaches(steps: int, whole: int | None = None) -> list[tuple[int, int]]:
+    """Return the steps that the running mean at each step covers, of a run of `whole` steps."""
+    reach = max(1, round(SMOOTH * (steps if whole is None else whole)))
+    return [(max(0, end - reach), end) for end in range(1, steps + 1)]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _name(run: dict[str, Any], colours: dict[str, str]) -> str:
-    return key(colours[run["recipe"]]) + escape(run["recipe"])
-
-
-def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
     rows = []
     for run in runs:
         ended = run["loss"] is not None
         rows.append([
-            _name(run, colours),
+            named(colours[run["recipe"]], run["recipe"]),
             f"{run['loss']:.4f}" if ended else f"interrupted after step {len(run['losses'])}",
             gap_text(run),
             f"{run['losses'][-1]:.4f}",
@@ -121,12 +142,12 @@ def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     return table(("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows)
 
 
-def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> str:
-    """Returns a table of time and memory."""
+def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> list[Markup]:
+    """Return a table of time and memory."""
     tokens = plan["batch"] * plan["shape"]["context"]
     rows = [
         [
-            _name(run, colours),
+            named(colours[run["recipe"]], run["recipe"]),
             f"{1e3 * tokens / run['tokens_per_s']:.1f} ms",
             _time(run.get("first_step_s")),
             _time(run["seconds"]),
@@ -136,7 +157,7 @@ def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[st
         for run in runs
     ]
     header = ("recipe", "a step", "first step", "all steps", "kept", "peak")
-    return "<h2>Time and memory</h2>" + table(header, rows) + paragraph(MEMORY, soft=True)
+    return [heading("Time and memory"), table(header, rows), paragraph(MEMORY, soft=True)]
 
 
 def _time(seconds: float | None) -> str:
@@ -147,58 +168,51 @@ def _unit(value: float | None, unit: str) -> str:
     return "–" if value is None else f"{value:.1f} {unit}"
 
 
-def _load(run: dict[str, Any]) -> str:
-    """Returns a table of the share of the held-out text that each expert of each layer got."""
+def _load(run: dict[str, Any]) -> list[Markup]:
+    """Return a table of the share of the held-out text that each expert of each layer got."""
     rows = [[f"layer {n}", *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
-    return f"<h2>Load of the experts: {escape(run['recipe'])}</h2>" + table(["", *experts], rows)
+    return [heading(f"Load of the experts: {run['recipe']}"), table(["", *experts], rows)]
 
 
-def _routes(routes: Sequence[dict[str, str]]) -> str:
-    rows = [[escape(row[name]) for name in ("recipe", "fprop", "dgrad", "wgrad")] for row in routes]
-    return "<h2>What ran how</h2>" + table(("recipe", "fprop", "dgrad", "wgrad"), rows) + paragraph(WHERE, soft=True)
+def _routes(routes: Sequence[dict[str, str]]) -> list[Markup]:
+    header = ("recipe", "fprop", "dgrad", "wgrad")
+    rows = [[row[name] for name in header] for row in routes]
+    return [heading("What ran how"), table(header, rows), paragraph(WHERE, soft=True)]
 
 
-def _rules(name: str, policy: dict[str, Any]) -> str:
-    """Returns a table of a policy's rules, with the number of layers that each took at the first step."""
+def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
+    """Return a table of a policy's rules, with the number of layers that each took at the first step."""
     rows = [
-        [str(number), escape(", ".join(f"{k} = {v!r}" for k, v in rule.items())), str(count)]
+        [str(number), ", ".join(f"{k} = {v!r}" for k, v in rule.items()), str(count)]
         for number, (rule, count) in enumerate(zip(policy["rules"], policy["layers"], strict=True), 1)
     ]
-    notes = "".join(paragraph(note, soft=True) for note in policy["notes"])
-    return f"<h2>Rules of {escape(name)}</h2>" + table(("rule", "", "layers"), rows) + notes
+    notes = [paragraph(note, soft=True) for note in policy["notes"]]
+    return [heading(f"Rules of {name}"), table(("rule", "", "layers"), rows), *notes]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _numerics(run: dict[str, Any], colour: str) -> str:
-    """Returns a table with a row for each layer, and what is wrong in sentences."""
+def _numerics(run: dict[str, Any], colour: str) -> list[Markup]:
+    """Return a table with a row for each layer, and what is wrong in sentences."""
     samples = run["numerics"]
     steps = ", ".join(str(sample["step"]) for sample in samples)
-    shown = [(number, tensor, at) for number, tensors, *at in COLUMNS for tensor in tensors]
-    values = {
-        layer: [_over_steps(samples, layer, tensor, number) for number, tensor, _ in shown]
-        for layer in _layers(samples)
-    }
-    columns = [i for i, (number, *_) in enumerate(shown) if _is_shown(number, [cells[i] for cells in values.values()])]
-    header = ["layer", *(f"{'SQNR' if shown[i][0] == 'sqnr' else shown[i][0]} {shown[i][1]}" for i in columns)]
-    rows = [
-        [escape(layer or "(model)"), *(_cell(cells[i], shown[i][0], shown[i][2]) for i in columns)]
-        for layer, cells in values.items()
-    ]
-    found = list(dict.fromkeys(sentence for sample in samples for sentence in sample["findings"]))
-    said = f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in found)}</ul>" if found else ""
-    head = f"<h3>{key(colour)}{escape(run['recipe'])}, steps {steps}</h3>"
-    return head + said + table(header, rows)
-
-
-def _layers(samples: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(layer for sample in samples for layer in sample["layers"]))
+    layers = list(dict.fromkeys(layer for sample in samples for layer in sample["layers"]))
+    header, columns = ["layer"], [[layer or "(model)" for layer in layers]]
+    for number, tensors, *bounds in COLUMNS:
+        for tensor in tensors:
+            found = [_over_steps(samples, layer, tensor, number) for layer in layers]
+            if _is_shown(number, found):
+                header.append(f"{'SQNR' if number == 'sqnr' else number} {tensor}")
+                columns.append([_cell(by_step, number, bounds) for by_step in found])
+    sentences = list(dict.fromkeys(sentence for sample in samples for sentence in sample["findings"]))
+    head = heading(named(colour, f"{run['recipe']}, steps {steps}"), 3)
+    return [head, *([bullets(sentences)] if sentences else []), table(header, list(zip(*columns, strict=True)))]
 
 
 def _over_steps(samples: Sequence[dict[str, Any]], layer: str, tensor: str, number: str) -> dict[int, float]:
-    """Returns a number of a layer's tensor by step, where it exists."""
+    """Return a number of a layer's tensor by step, where it exists."""
     found = {sample["step"]: sample["layers"].get(layer, {}).get(tensor, {}).get(number) for sample in samples}
     return {step: value for step, value in found.items() if value is not None}
 
@@ -210,15 +224,12 @@ def _is_shown(number: str, column: Sequence[dict[int, float]]) -> bool:
 
 
 def _cell(by_step: dict[int, float], number: str, bounds: Sequence[float]) -> str:
-    """Returns the mean as text, shaded by how bad it is; each step's value is in the title."""
+    """Return the mean as text, shaded by how bad it is; each step's value is in the title."""
     if not by_step:
         return "–"
-    mean = fmean(by_step.values())
-    good, bad = bounds
-    shade = min(max((mean - good) / (bad - good), 0.0), 1.0)
+    mean, (good, bad) = fmean(by_step.values()), bounds
     each = ", ".join(f"step {step}: {_number(value, number)}" for step, value in by_step.items())
-    style, text = f"--shade:{shade:.2f}", escape(_number(mean, number))
-    return f'<span class="shade" style="{style}" title="{escape(each)}">{text}</span>'
+    return shaded(_number(mean, number), min(max((mean - good) / (bad - good), 0.0), 1.0), each)
 
 
 def _number(value: float, number: str) -> str:

@@ -27,7 +27,7 @@ OPTIONS = (
 
 
 def folder_of(name: str, names: Sequence[str]) -> str:
-    """Returns the folder of the run with this name, out of all names: its letters and digits, unless another has it."""
+    """Return the folder of the run with this name, out of all names: its letters and digits, unless another has it."""
     taken = {BASELINE}
     for one in names:
         words = re.sub(r"[^a-z0-9._]+", "-", one.lower()).strip("-.") or "recipe"
@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
 
 
 def from_options(arguments: argparse.Namespace, folders: Sequence[str]) -> Saves | None:
-    """Returns the options, checked; makes the folder. None without --out. `folders` are those of the runs beside the
-    baseline."""
+    """Check the options, make the folder, and return both; None without --out. `folders` are those of the runs beside
+    the baseline."""
     if arguments.out is None:
         if arguments.resume or arguments.save_every:
             option = "--resume" if arguments.resume else "--save-every"
@@ -90,7 +90,7 @@ def from_options(arguments: argparse.Namespace, folders: Sequence[str]) -> Saves
 
 
 def _check_none_is_damaged(folder: Path) -> None:
-    """Raises if the newest checkpoint of a run cannot be loaded: the run would come to that step again, and could not
+    """Raise if the newest checkpoint of a run cannot be loaded: the run would come to that step again, and could not
     save it."""
     found, skipped = newest_and_skipped(folder) if folder.is_dir() else (None, [])
     if skipped:
@@ -107,7 +107,7 @@ def _unwritable(folder: Path, error: OSError) -> UnsupportedConfig:
 
 
 def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Returns a sentence with the command that goes on with what is saved."""
+    """Return a sentence with the command that goes on with what is saved."""
     if not any(_newest(saves.folder / run) for run in saves.runs):
         return f"Nothing was saved to {saves.folder} yet."
     words = ["octavo", "train"]
@@ -136,12 +136,12 @@ class Keeper:
         self.asked = False  # by Ctrl-C, to save and stop
 
     def steps_made(self) -> int:
-        """Returns the step of the newest checkpoint, or 0 if the run starts anew."""
+        """Return the step of the newest checkpoint, or 0 if the run starts anew."""
         path = _newest(self.folder) if self.saves.resume else None
         return 0 if path is None else read_manifest(path).step
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Loads the newest checkpoint, and returns what it was saved with; None if the run starts anew."""
+        """Load the newest checkpoint, and return what it was saved with; None if the run starts anew."""
         path = _newest(self.folder) if self.saves.resume else None
         if path is None:
             return None
@@ -161,7 +161,7 @@ class Keeper:
                 )
 
     def after(self, step: int, model: nn.Module, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> None:
-        """Ends a step: saves if that is due, and raises KeyboardInterrupt after Ctrl-C."""
+        """End a step: save if that is due, and raise KeyboardInterrupt after Ctrl-C."""
         every = self.saves.every
         due = self.asked or step == self.steps or (every is not None and step % every == 0)
         if due and step > self.saved:
@@ -175,7 +175,7 @@ class Keeper:
 
     @contextmanager
     def finishing_steps(self) -> Iterator[None]:
-        """Lets the first Ctrl-C in the block wait for the end of a step: half of one cannot be resumed. A second stops
+        """Let the first Ctrl-C in the block wait for the end of a step: half of one cannot be resumed. A second stops
         at once. Only the main thread hears of Ctrl-C."""
         if threading.current_thread() is not threading.main_thread():
             yield

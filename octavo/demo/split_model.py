@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from octavo.communication.collectives import total
 from octavo.communication.groups import name_of, rank_of
 from octavo.communication.tensor_parallel import own_part
-from octavo.demo.gpt import MLP, Attention
+from octavo.demo.gpt import Attention
+from octavo.demo.transformer import MLP
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear import Linear
 
@@ -40,7 +41,7 @@ class Ranks:
     everyone: str
 
     def own_rows(self, batch: Tensor) -> Tensor:
-        """Returns this rank's part of a batch."""
+        """Return this rank's part of a batch."""
         if batch.shape[0] % self.dp:
             raise UnsupportedConfig(
                 f"--batch {batch.shape[0]} does not divide by the {self.dp} data-parallel ranks of --parallel. Choose "
@@ -49,11 +50,11 @@ class Ranks:
         return batch.chunk(self.dp)[rank_of(self.dp_group)] if self.dp > 1 else batch
 
     def mean(self, x: Tensor) -> Tensor:
-        """Returns the mean over the data-parallel ranks."""
+        """Return the mean over the data-parallel ranks."""
         return total(x, self.dp_group, WHERE) / self.dp if self.dp > 1 else x
 
     def finish(self, model: nn.Module, limit: float) -> None:
-        """Averages the gradients over the data-parallel ranks, and clips their norm over all layers of all ranks."""
+        """Average the gradients over the data-parallel ranks, and clip their norm over all layers of all ranks."""
         split = {
             id(layer.weight) for layer in model.modules() if isinstance(layer, Linear) and layer._split_over_ranks()
         }
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes(text: str) -> tuple[int, int]:
-    """Returns the numbers of tensor-parallel and data-parallel ranks that an option names."""
+    """Return the numbers of tensor-parallel and data-parallel ranks that an option names."""
     found = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(tp|dp)\s*=\s*([0-9]{1,4})\s*", part)
@@ -90,7 +91,7 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 def start(arguments: argparse.Namespace, device: torch.device) -> Ranks | None:
-    """Joins the ranks that torchrun has started; None without --parallel."""
+    """Join the ranks that torchrun has started; None without --parallel."""
     if arguments.parallel is None:
         return None
     tp, dp = sizes(arguments.parallel)
@@ -119,7 +120,7 @@ def start(arguments: argparse.Namespace, device: torch.device) -> Ranks | None:
 
 
 def _from_torchrun(name: str, least: int, most: int, default: str | None = None) -> int:
-    """Returns a number that torchrun has set in the environment; without a default it must be set."""
+    """Return a number that torchrun has set in the environment; without a default it must be set."""
     text = os.environ.get(name, default)
     if text is None:
         _refuse_unset(name)
@@ -139,13 +140,13 @@ def _refuse_unset(name: str) -> NoReturn:
 
 
 def joined(tp: int, dp: int, device: torch.device) -> Ranks:
-    """Makes the groups of all ranks, which have joined already."""
+    """Make the groups of all ranks, which have joined already."""
     mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     return Ranks(tp, dp, name_of((mesh, "tp")), name_of((mesh, "dp")), name_of(dist.group.WORLD))
 
 
 def split(model: nn.Module, ranks: Ranks) -> None:
-    """Leaves each rank its part of a converted GPT's layers. Layers that a recipe does not convert stay whole."""
+    """Leave each rank its part of a converted GPT's layers. Layers that a recipe does not convert stay whole."""
     if ranks.tp == 1:
         return
     for module in model.modules():
@@ -172,7 +173,7 @@ def _split_layer(layer: Linear, mode: str, blocks: int, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def first_rank_speaks(ranks: Ranks | None, arguments: argparse.Namespace) -> Iterator[None]:
-    """Lets rank 0 alone print and write files, and ends the groups."""
+    """Let rank 0 alone print and write files, and end the groups."""
     if ranks is None:
         yield
         return

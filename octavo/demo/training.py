@@ -22,7 +22,7 @@ from octavo.demo import corpus, split_model
 from octavo.demo.gpt import GPT, Shape, loss_of
 from octavo.demo.moe_gpt import LoadMeter, MixtureShape, mixtures
 from octavo.demo.numerics import Sampler
-from octavo.demo.progress import make_progress
+from octavo.demo.progress import Progress
 from octavo.demo.saves import Keeper
 from octavo.errors import UnsupportedConfig
 from octavo.model.attach import attach
@@ -70,11 +70,11 @@ class Plan:
             raise UnsupportedConfig(f"--steps and --batch must be 1 or more, got {self.steps} and {self.batch}.")
 
     def tokens(self) -> int:
-        """Returns the number of bytes predicted in one step."""
+        """Return the number of bytes predicted in one step."""
         return self.batch * self.shape.context
 
     def model(self) -> str:
-        """Returns the name of the model, as --model takes it."""
+        """Return the name of the model, as --model takes it."""
         return "moe" if self.shape.mixture is not None else self.shape.family
 
 
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def shape_of(model: str, size: str = "small") -> Shape:
-    """Returns the sizes of a model by its name, and the name of a size or the numbers of one."""
+    """Return the sizes of a model by its name, and the name of a size or the numbers of one."""
     found = SIZES.get(size)
     if found is None:
         numbers = size.split(",")
@@ -110,12 +110,12 @@ def shape_of(model: str, size: str = "small") -> Shape:
 
 
 def gap(outcome: Outcome, baseline: Outcome) -> float:
-    """Returns how much higher the loss is than the baseline's, in percent."""
+    """Return how much higher the loss is than the baseline's, in percent."""
     return 100 * (outcome.loss / baseline.loss - 1)
 
 
 def gap_noise(outcome: Outcome, baseline: Outcome) -> float | None:
-    """Returns the standard error of the gap, in percent, from the differences of the two losses over the pieces of the
+    """Return the standard error of the gap, in percent, from the differences of the two losses over the pieces of the
     held-out text: how far the gap would move with another text. That of another seed is not in it."""
     differences = [a - b for a, b in zip(outcome.windows, baseline.windows, strict=False)]
     if len(differences) < 2:
@@ -130,7 +130,7 @@ def name_of(chosen: Recipe | Policy | None) -> str:
 
 
 def converted(model: nn.Module, chosen: Recipe | Policy, step: int = 0) -> ConversionReport:
-    """Converts the model as it is after so many steps, except for its head, unless a rule of a policy names it."""
+    """Convert the model as it is after so many steps, except for its head, unless a rule of a policy names it."""
     named = isinstance(chosen, Policy) and any(HEAD in rule.layers for rule in chosen.rules)
     # convert knows a head by its 256 outputs, which other layers of these models may have
     kinds = [kind for kind in HIGH_PRECISION if kind != "head"]
@@ -148,7 +148,7 @@ def train(
     keeper: Keeper | None = None,
     ended: Callable[[nn.Module], None] | None = None,
 ) -> Outcome:
-    """Trains from fresh weights, or from those that `keeper` has, and returns the loss on the held-out text with the
+    """Train from fresh weights, or from those that `keeper` has, and return the loss on the held-out text with the
     rest of the outcome. None is the baseline: the model as it is. Each step appends its loss to `losses`, so that the
     caller has those of a run that is interrupted. `ended` gets the trained model."""
     name = name or name_of(chosen)
@@ -163,16 +163,16 @@ def train(
         if plan.ranks is not None:
             split_model.split(model, plan.ranks)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
-    clock, progress = Clock(plan), make_progress(name.ljust(len(BASELINE)), plan.steps)
+    clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
     sampler = Sampler(plan.steps, plan.samples)
 
     def note(step: int, loss: Tensor) -> None:
         losses.append(loss)
         clock.tick(step)
         if show and progress.due(step):
-            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s")
+            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s  {clock.told(step)}")
         if sampler.due(step):
-            with clock.stopped(), progress.paused():
+            with clock.stopped():
                 sampler.take(step, model)
 
     run = None if keeper is None else SavedRun(keeper, losses, clock, sampler)
@@ -187,8 +187,8 @@ def train(
     if ended is not None:
         ended(model)
     return Outcome(
-        name, fmean(windows), torch.stack(losses).tolist(), clock.rate(), clock.seconds(), windows, load.shares(),
-        clock.first_step(), sampler.kept_mib, peak, sampler.samples,
+        name, fmean(windows), torch.stack(losses).tolist(), clock.rate(), clock.ended, windows, load.shares(),
+        clock.first, sampler.kept_mib, peak, sampler.samples,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def optimize(
     quantized: bool,
     run: "SavedRun | None" = None,
 ) -> None:
-    """Runs AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
+    """Run AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
     every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's; `run`
     saves the run, and skips the steps that it has."""
     peak = RATE * min(1.0, REFERENCE_WIDTH / plan.shape.width)
@@ -232,13 +232,13 @@ def optimize(
 
 
 def rate(step: int, steps: int) -> float:
-    """Returns the fraction of the peak learning rate: linear warm-up, then linear decay to a tenth."""
+    """Return the fraction of the peak learning rate: linear warm-up, then linear decay to a tenth."""
     return min((step + 1) / WARMUP, 1 - 0.9 * step / steps)
 
 
 @torch.no_grad()
 def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> list[float]:
-    """Returns the mean loss of each window."""
+    """Return the mean loss of each window."""
     found: list[float] = []
     for batch in torch.split(held_out, EVALUATED):
         found += loss_of(call, batch.to(plan.device), reduction="none").double().mean(1).tolist()
@@ -247,78 +247,80 @@ def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> 
 
 class Clock:
     """Measures tokens per second over the second half of the steps, which leaves out warm-up and compilation, and the
-    most memory that a GPU held. `stopped` leaves work out that is no part of training."""
+    most memory that a GPU held. Its time is the seconds of training: those of a run that goes on are in it, and work in
+    `stopped` is not."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.half = plan, plan.steps // 2
-        self.started = self.first = self.middle = self.ended = time.perf_counter()
-        self.steps = 0  # those that this process made after its first, which compiles
-        self.begun = 0.0  # when the first had ended
+        self.plan, self.half, self.on_gpu = plan, plan.steps // 2, plan.device.type == "cuda"
+        self.zero = time.perf_counter()  # when this clock would have shown 0
+        self.first = self.middle = self.ended = 0.0  # the ends of the first step, of the half and of the last
+        self.begun: float | None = None  # the end of this process's first step, which compiles
+        self.steps = 0  # those that this process made after it
         self.peak = 0
         self._reset_peak()
 
     def tick(self, step: int) -> None:
         if step in (1, self.half, self.plan.steps):
-            self.ended = self._now()
+            self.ended = self._waited()
         if step == 1:
             self.first = self.ended
         if step == self.half:
             self.middle = self.ended
-        if self.begun:
-            self.steps += 1
+        if self.begun is None:
+            self.begun = self._now()
         else:
-            self.begun = time.perf_counter()
+            self.steps += 1
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leaves the time and the memory of a block out."""
-        before, self.peak = self._now(), self._peak()
+        """Leave the time and the memory of a block out."""
+        before, self.peak = self._waited(), self._peak()
         try:
             yield
         finally:
-            spent = self._now() - before
-            for name in ("started", "first", "middle", "ended", "begun"):
-                setattr(self, name, getattr(self, name) + spent)
+            self.zero += self._waited() - before
             self._reset_peak()
 
     def times(self) -> dict[str, float]:
-        """Returns the seconds from the start until now, and to the two marks, for `go_on`."""
-        marks = {"first": self.first, "middle": self.middle, "seconds": time.perf_counter()}
-        return {name: mark - self.started for name, mark in marks.items()}
+        """Return the time and the marks, for `go_on`."""
+        return {"first": self.first, "middle": self.middle, "seconds": self._now()}
 
     def go_on(self, times: dict[str, float]) -> None:
-        """Goes on with the times of a run that was saved."""
-        self.ended = time.perf_counter()
-        self.started = self.ended - times["seconds"]
-        self.first, self.middle = self.started + times["first"], self.started + times["middle"]
+        """Go on with the times of a run that was saved."""
+        self.zero = time.perf_counter() - times["seconds"]
+        self.first, self.middle, self.ended = times["first"], times["middle"], times["seconds"]
 
     def rate(self) -> float:
         return (self.plan.steps - self.half) * self.plan.tokens() / (self.ended - self.middle)
 
     def so_far(self) -> float:
-        """Returns the tokens per second of this process after its first step, as far as the host knows; 0 before."""
-        return self.steps * self.plan.tokens() / max(time.perf_counter() - self.begun, 1e-9)
+        """Return the tokens per second of this process after its first step, as far as the host knows; 0 before."""
+        return self.steps * self.plan.tokens() / max(self._now() - (self.begun or 0.0), 1e-9)
 
-    def seconds(self) -> float:
-        return self.ended - self.started
-
-    def first_step(self) -> float:
-        return self.first - self.started
+    def told(self, step: int) -> str:
+        """Return the seconds so far and those left, as a text. A step takes as long as those of this process did, its
+        first left out unless it is the only one."""
+        now, left = self._now(), self.plan.steps - step
+        each = (now - (self.begun or 0.0)) / self.steps if self.steps else now
+        return f"{now:.0f} s" + (f", {each * left:.0f} s left" if left else "")
 
     def peak_mib(self) -> float | None:
-        return self._peak() / 2**20 if self.plan.device.type == "cuda" else None
+        return self._peak() / 2**20 if self.on_gpu else None
 
     def _now(self) -> float:
-        if self.plan.device.type == "cuda":
+        return time.perf_counter() - self.zero
+
+    def _waited(self) -> float:
+        """Return the time when the GPU has ended what it has to do."""
+        if self.on_gpu:
             torch.cuda.synchronize(self.plan.device)
-        return time.perf_counter()
+        return self._now()
 
     def _peak(self) -> int:
-        now = torch.cuda.max_memory_allocated(self.plan.device) if self.plan.device.type == "cuda" else 0
-        return max(self.peak, now)
+        return max(self.peak, torch.cuda.max_memory_allocated(self.plan.device) if self.on_gpu else 0)
 
     def _reset_peak(self) -> None:
-        if self.plan.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.plan.device)
 
 
@@ -330,7 +332,7 @@ class SavedRun:
         self.keeper, self.losses, self.clock, self.sampler = keeper, losses, clock, sampler
 
     def restore(self, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> int:
-        """Loads the newest checkpoint, if there is one, and returns how many steps it has."""
+        """Load the newest checkpoint, if there is one, and return how many steps it has."""
         saved = self.keeper.restore(model, optimizer)
         if saved is None:
             return 0

@@ -1,8 +1,7 @@
-"""A transformer block with a language model's proportions and plain nn.Linears, to be converted and then compiled.
+"""Parts of the small transformers, with plain nn.Linears, to be converted and then compiled: attention, MLP, block.
 Tensors are [B, T, C]: sequences, positions, width."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ Device = torch.device | str
 
 
 def float32_on(device: Device) -> Any:
-    """Returns the settings of every parameter of the small models: they begin in float32, whatever torch's defaults."""
+    """Return the settings of every parameter of the small models: they begin in float32, whatever torch's defaults."""
     return {"device": device, "dtype": torch.float32}
 
 
@@ -27,45 +26,74 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal self-attention by torch's own kernel; q, k and v come from one projection."""
+    """Causal self-attention by torch's own kernel: each position reads itself and those before it. q, k and v come from
+    one projection."""
 
-    def __init__(self, size: Size, device: Device = "cpu") -> None:
+    def __init__(self, width: int, heads: int, device: Device = "cpu", *, qkv_width: int | None = None) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False, **float32_on(device))
-        self.out = nn.Linear(size.width, size.width, bias=False, **float32_on(device))
+        self.heads = heads  # --parallel leaves a rank some of them
+        self.qkv = nn.Linear(width, qkv_width or 3 * width, bias=False, **float32_on(device))
+        self.out = nn.Linear(width, width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = self.out(self.mixed(self.qkv(x)))
         return y
 
+    def mixed(self, qkv: Tensor) -> Tensor:
+        """Return rows of mixed values, from rows of q, k and v, side by side."""
+        heads = qkv.view(*qkv.shape[:2], 3, self.heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
+        values = F.scaled_dot_product_attention(self.placed(q), self.placed(k), v, is_causal=True)
+        return values.transpose(1, 2).flatten(-2)
 
-class SwiGLU(nn.Module):
-    """A SwiGLU MLP; gate and value come from one projection."""
+    def placed(self, x: Tensor) -> Tensor:
+        """Return q or k with its position in it; this attention knows none."""
+        return x
 
-    def __init__(self, width: int, hidden: int, device: Device = "cpu") -> None:
+
+class MLP(nn.Module):
+    """Maps each position on its own: by GELU, or by SwiGLU, whose gate and value come from one projection."""
+
+    def __init__(self, width: int, hidden: int, device: Device = "cpu", *, gated: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * hidden, bias=False, **float32_on(device))
+        self.gated = gated
+        self.up = nn.Linear(width, 2 * hidden if gated else hidden, bias=False, **float32_on(device))
         self.down = nn.Linear(hidden, width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * value)
+        h = self.up(x)
+        if self.gated:
+            gate, value = h.chunk(2, dim=-1)
+            h = F.silu(gate) * value
+        else:
+            h = F.gelu(h)
+        y: Tensor = self.down(h)
         return y
 
 
 class Block(nn.Module):
     """Attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, size: Size, device: Device = "cpu") -> None:
+    def __init__(
+        self, width: int, attention: nn.Module, mlp: nn.Module, device: Device = "cpu", *, eps: float | None = None
+    ) -> None:
         super().__init__()
-        norm = partial(nn.RMSNorm, size.width, **float32_on(device))
-        self.attention = nn.Sequential(norm(), Attention(size, device))
-        self.mlp = nn.Sequential(norm(), SwiGLU(size.width, size.hidden, device))
+        self.attention_norm = nn.RMSNorm(width, eps=eps, **float32_on(device))
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(width, eps=eps, **float32_on(device))
+        self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        y: Tensor = x + self.mlp(x)
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_input(x))
         return y
+
+    def mlp_input(self, x: Tensor) -> Tensor:
+        h: Tensor = self.mlp_norm(x)
+        return h
+
+
+def swiglu_block(size: Size, device: Device = "cpu") -> Block:
+    """Return a block with a language model's proportions, without positions."""
+    attention = Attention(size.width, size.heads, device)
+    return Block(size.width, attention, MLP(size.width, size.hidden, device, gated=True), device)

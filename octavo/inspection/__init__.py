@@ -2,6 +2,6 @@
 
 explain             graphs, nodes, fusions chosen and refused, recipes of layers
 inspect, compare    a recipe's errors, layer by layer, beside a float32 reference; two recipes side by side
-capture, measure, statistics, findings, tensor_rows, watched, steps   the parts of these
-html, webpage, table                                                  how reports are written
+capture, measure, statistics, findings, tensor_rows, inspected_layer, steps   the parts of these
+webpage, charts                                                       how pages are written, for all reports
 """

@@ -71,15 +71,15 @@ class Capture:
         return compilation.generated(graph, inputs, options, see)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Resets the compiler before and after the block, records what it does, and restores its counters."""
+    def recording(self) -> Iterator[None]:
+        """Reset the compiler before and after the block, record what it does, and restore its counters."""
         with compilation.recorded(_Listener(self._skipped)) as self._records:
             yield
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
     def breaks(self) -> tuple[Break, ...]:
-        """Returns each break once, those that leave a whole function uncompiled first."""
+        """Return each break once, those that leave a whole function uncompiled first."""
         functions = self._functions()
         breaks = [
             Break(_sentence(c.fail_reason), _place_of_failure(c, functions), functions[_frame(c)][0])
@@ -92,7 +92,7 @@ class Capture:
         return tuple(dict.fromkeys(breaks))
 
     def unsupported_reasons(self) -> tuple[str, ...]:
-        """Returns the reasons that Octavo's layers gave where a graph ended."""
+        """Return the reasons that Octavo's layers gave where a graph ended."""
         ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._records.compilations if c.fail_reason]
         ended += [(b.reason, b.user_stack[-1].filename) for b in self._records.breaks if b.user_stack]
         sentences = [_quoted(reason) for reason, file in ended if file and HERE in Path(file).parents]
@@ -107,12 +107,12 @@ class Capture:
         )
 
     def skips(self) -> tuple[str, ...]:
-        """Returns one reason for each counted skip, where the compiler gave one."""
+        """Return one reason for each counted skip, where the compiler gave one."""
         reasons = [text or "no reason was given" for text in self._skipped[: self._records.skips]]
         return tuple(reasons + ["no reason was given"] * (self._records.skips - len(reasons)))
 
     def _functions(self) -> dict[str, tuple[str, str]]:
-        """Returns (name, file:line) of every compiled function, by number: a failed one is recorded by number only."""
+        """Return (name, file:line) of every compiled function, by number: a failed one is recorded by number only."""
         compiled = self._records.compilations
         names = {_frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in compiled if c.co_name}
         return {_frame(c): names.get(_frame(c), ("a function", "unknown")) for c in compiled}
@@ -137,14 +137,14 @@ def _operators(graph: GraphModule, direction: str) -> Graph:
 
 
 def _name(node: Node) -> str:
-    """Returns the name of a node's operator; empty if the node calls none."""
+    """Return the name of a node's operator; empty if the node calls none."""
     if node.op != "call_function":
         return ""
     return operator_name(node.target, node.args[0] if node.args else None, OURS[:-2])
 
 
 def _recipes(graph: GraphModule) -> dict[int, Recipe]:
-    """Returns, for each input of the graph that an Octavo node takes, by its index, the recipe of that node."""
+    """Return, for each input of the graph that an Octavo node takes, by its index, the recipe of that node."""
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     recipes: dict[int, Recipe] = {}
     for node in graph.graph.nodes:
@@ -160,7 +160,7 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
 
 
 def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
-    """Yields the graphs inside nodes, such as a checkpoint's, each with its arguments."""
+    """Yield the graphs inside nodes, such as a checkpoint's, each with its arguments."""
     for node in graph.graph.nodes:
         first: Any = node.args[0] if node.op == "call_function" and node.args else None
         body = getattr(graph, first.target, None) if getattr(first, "op", "") == "get_attr" else None
@@ -169,7 +169,7 @@ def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
 
 
 def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[Recipe, list[Any]]]:
-    """Yields the recipes of a node, each with the input nodes that it applies to."""
+    """Yield the recipes of a node, each with the input nodes that it applies to."""
     if hasattr(config, "recipe"):
         yield config.recipe, list(node.all_input_nodes)
     elif isinstance(config, chain.Config):
@@ -182,7 +182,7 @@ def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[R
 
 
 def _runs(graph: GraphModule) -> Iterator[Fused]:
-    """Yields the runs of operations in a graph."""
+    """Yield the runs of operations in a graph."""
     for node in graph.graph.nodes:
         if _name(node) == f"{OURS}run":
             key = str(node.args[1]).split("|", 4)[-1]
@@ -200,7 +200,7 @@ def _runs(graph: GraphModule) -> Iterator[Fused]:
 
 
 def _sentence(reason: str) -> str:
-    """Returns the message of a deliberate break, or else the first line of a reason and its explanation."""
+    """Return the message of a deliberate break, or else the first line of a reason and its explanation."""
     first = reason.split("*** While handling")[0]
     explained = re.search(r"^\s*Explanation: (.+)$", first, re.MULTILINE)
     head = first.strip().splitlines()[0] if first.strip() else "no reason was given"
@@ -208,25 +208,25 @@ def _sentence(reason: str) -> str:
 
 
 def _quoted(reason: str) -> str:
-    """Returns the message of `torch._dynamo.graph_break(msg)` or of an Octavo error; empty if neither ended it."""
+    """Return the message of `torch._dynamo.graph_break(msg)` or of an Octavo error; empty if neither ended it."""
     said = re.search(r"User-inserted graph break\. Message: (?!None$)(.+)$", reason, re.MULTILINE)
     raised = re.search(r"raised exception Unsupported\w*\(.*?(['\"])(.+)\1", reason)
     return said[1] if said else raised[2] if raised else ""
 
 
 def _guard(reason: str) -> str:
-    """Returns only the condition, without the graph's number before it and the source after it."""
+    """Return only the condition, without the graph's number before it and the source after it."""
     line = reason.strip().splitlines()[0]
     return re.sub(r"^\d+/\d+: ", "", line).split("  # ")[0]
 
 
 def _frame(compilation: Any) -> str:
-    """Returns the number of the function that was compiled: "3" for "3/1"."""
+    """Return the number of the function that was compiled: "3" for "3/1"."""
     return str(compilation.compile_id).split("/")[0]
 
 
 def _place(stack: Sequence[Any]) -> str:
-    """Returns the innermost line of the user's code, or else the innermost line."""
+    """Return the innermost line of the user's code, or else the innermost line."""
     if not stack:
         return "unknown"
     users = [entry for entry in stack if not _is_library(entry.filename)]
@@ -246,6 +246,6 @@ def _is_library(file: str) -> bool:
 
 
 def _file(file: str, line: int | None) -> str:
-    """Returns file:line, relative to the current folder if the file is inside it."""
+    """Return file:line, relative to the current folder if the file is inside it."""
     path, here = Path(file), Path(os.getcwd())
     return f"{path.relative_to(here) if here in path.parents else path}:{line}"

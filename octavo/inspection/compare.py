@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
+from octavo.inspection.charts import bars
 from octavo.inspection.explain import copied
 from octavo.inspection.steps import Loss, give_recipe, gradients_of, listed
 from octavo.inspection.webpage import document, paragraph, table
@@ -20,7 +20,6 @@ from octavo.recipes import recipe as resolve
 from octavo.text import columns
 
 ALL = "(all)"  # the row of all parameters together
-BAR = 240  # pixels of the longest bar
 
 
 class ComparedRow(NamedTuple):
@@ -61,7 +60,7 @@ class Comparison(NamedTuple):
     rows: tuple[ComparedRow, ...]
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the numbers as a flat dict, for loggers.
+        """Return the numbers as a flat dict, for loggers.
 
         Returns:
             Numbers by "parameter/recipe/number", such as "fc1.weight/nvfp4/cosine". The two names are distinct: the
@@ -86,7 +85,7 @@ class Comparison(NamedTuple):
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def save_html(self, path: str) -> None:
-        """Writes the table and a plot of the errors as one HTML file without other files.
+        """Write the table and a plot of the errors as one HTML file without other files.
 
         Args:
             path: the file.
@@ -101,7 +100,7 @@ class Comparison(NamedTuple):
             file.write(self.html())
 
     def html(self) -> str:
-        """Returns the text of `save_html`.
+        """Return the text of `save_html`.
 
         Returns:
             A whole HTML page.
@@ -112,8 +111,10 @@ class Comparison(NamedTuple):
         """
         ordered, (first, second) = self._ordered(), self._names()
         header, *rows = self._cells(ordered)
-        largest = max([max(_finite(row.first_error), _finite(row.second_error)) for row in ordered], default=0) or 1
-        body = [[*map(escape, cells), _bars(row, largest)] for cells, row in zip(rows, ordered, strict=True)]
+        errors = [error for row in ordered for error in (row.first_error, row.second_error)]
+        largest = max(filter(math.isfinite, errors), default=0) or 1
+        plots = [bars(row.first_error, row.second_error, largest) for row in ordered]
+        body = [[*cells, plot] for cells, plot in zip(rows, plots, strict=True)]
         head = (*header, f"error up to {largest:.0%}: {first} above, {second} below")
         return document("octavo.compare", [paragraph(self._title()), table(head, body, left=True)], wide=True)
 
@@ -150,7 +151,7 @@ class Comparison(NamedTuple):
 def compare(
     model: nn.Module, batches: Iterable[Any], first: str | Recipe, second: str | Recipe, *, loss: Loss | None = None
 ) -> Comparison:
-    """Computes the gradients of two recipes on the same batches at the same weights, beside the unquantized ones.
+    """Compute the gradients of two recipes on the same batches at the same weights, beside the unquantized ones.
 
     It runs three deep copies of the model: one in each recipe, and one unquantized. The model and torch's generators
     stay as they are; dropout draws the same numbers in all three. The weights are not updated between batches; delayed
@@ -235,15 +236,3 @@ def _fold(sums: dict[str, Tensor], name: str, products: Tensor) -> None:
 def _row(name: str, numbers: Tensor) -> ComparedRow:
     batches, *totals = numbers.tolist()  # those in which the parameter has a gradient
     return ComparedRow(name, *(total / batches for total in totals))
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def _bars(row: ComparedRow, largest: float) -> str:
-    first, second = (BAR * _finite(error) / largest for error in (row.first_error, row.second_error))
-    return (
-        f'<svg width="{BAR}" height="18" role="img"><rect y="1" height="7" width="{first:.1f}"/>'
-        f'<rect y="10" height="7" width="{second:.1f}" class="second"/></svg>'
-    )

@@ -21,6 +21,7 @@ from octavo.communication.tensor_parallel import told
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
 from octavo.inspection.report import CompileReport, Layer
+from octavo.inspection.steps import own_copy
 from octavo.model.convert import route
 from octavo.model.layer_lookup import layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
@@ -41,7 +42,7 @@ def explain(
     backward: bool = True,
     dynamic: bool | None = None,
 ) -> CompileReport:
-    """Compiles a copy of a model, calls it, and reports graphs, graph breaks, recompiles and the route of each layer.
+    """Compile a copy of a model, call it, and report graphs, graph breaks, recompiles and the route of each layer.
 
     The model, its state, the inputs and torch's generators stay as they are. The call runs `torch._dynamo.reset()`
     before and after: other compiled functions of this process are compiled again.
@@ -68,12 +69,13 @@ def explain(
         (1, 0, 1)
     """
     subject = copied(model)
-    device = _device(subject, inputs)
+    devices = _devices(subject, inputs)
+    device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
     options = None if mode is None else _options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
-    with torch.random.fork_rng(devices=_generators(subject, inputs)), capture.watching():
+    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]), capture.recording():
         call = torch.compile(subject, backend=capture, dynamic=dynamic)
         for batch in (inputs, *then):
             for _ in range(REPLAYED if cudagraphs else 1):
@@ -122,35 +124,23 @@ def copied(model: Any, function: str = "explain") -> nn.Module:
 
 
 def _attribute(name: str, value: Any, weight: Tensor) -> Any:
-    """Returns a parameter's attribute for the parameter's copy, with its own memory for what backward writes."""
+    """Return a parameter's attribute for the parameter's copy, with its own memory for what backward writes."""
     if name == "get_main_grad":
         buffer = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         return lambda: buffer
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _own(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-def _tensors(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+def _devices(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
+    """Return the devices of a call's tensors, that of the parameters first."""
     found = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-    return [t for t in found if isinstance(t, Tensor)]
-
-
-def _device(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
-    return next((t.device for t in _tensors(model, inputs)), torch.device("cpu"))
-
-
-def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
-    """Returns the GPUs whose random generators a call may advance."""
-    return [device for device in {t.device for t in _tensors(model, inputs)} if device.type == "cuda"]
+    return list(dict.fromkeys(t.device for t in found if isinstance(t, Tensor)))
 
 
 def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
-    """Runs one forward, and one backward from the outputs that require a gradient."""
+    """Run one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    made = [t for t in tree_leaves(call(*tree_map(_own, batch))) if isinstance(t, Tensor) and t.requires_grad]
+    made = [t for t in tree_leaves(call(*tree_map(own_copy, batch))) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
         lent = _lend_buffers(model)
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])
@@ -160,7 +150,7 @@ def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], ba
 
 
 def _lend_buffers(model: nn.Module) -> list[Any]:
-    """Gives a main_grad to the weights that lack one, and returns these weights. The missing buffer is already reported
+    """Give a main_grad to the weights that lack one, and return these weights. The missing buffer is already reported
     as a refusal of forward, and must not end the report here."""
     fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
     found: list[Any] = [weight for m in fused for weight in m._weight_parts() if not has_buffer([weight])]
@@ -189,7 +179,7 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
 
 
 def _why_uncompiled(path: str, layer: Quantized, unsupported_reasons: tuple[str, ...]) -> str:
-    """Returns the refusal that names the layer, or else a general reason."""
+    """Return the refusal that names the layer, or else a general reason."""
     own = [text for text in unsupported_reasons if f"at {path!r}" in text]
     if not own and layer._parametrized_weights():
         return "whether it is in a graph is found by its weight, and this one is made by a parametrization"

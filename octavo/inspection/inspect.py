@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.findings import findings, verdict
-from octavo.inspection.html import page
 from octavo.inspection.inspected_layer import STATS, Inspected, Switch, inspected_class, is_inspected
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
-from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
+from octavo.inspection.tensor_rows import LayerState, TensorRow, page, row_of, table
 from octavo.model.layer_lookup import check_model, layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
+from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.text import plural
 
@@ -81,7 +81,7 @@ class Inspection:
         self._step, self._kept = 0, {}
         try:
             for _, layer in found:
-                self._watch(layer)
+                self._inspect(layer)
         except BaseException:
             self._leave()
             raise
@@ -99,7 +99,7 @@ class Inspection:
         if self.__dict__.get("_inside"):  # the block was never left, and nobody can read it any more
             self._leave()
 
-    def _watch(self, layer: Quantized) -> None:
+    def _inspect(self, layer: Quantized) -> None:
         with torch.inference_mode(False):  # made there, it could not be written to elsewhere
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
         layer._hidden.put(STATS, stats)
@@ -122,7 +122,7 @@ class Inspection:
             self.next_step()
 
     def next_step(self) -> None:
-        """Counts a step, so that `every` applies. A step of an optimizer with parameters of the model calls it; call it
+        """Count a step, so that `every` applies. A step of an optimizer with parameters of the model calls it; call it
         yourself where there is none.
 
         Example:
@@ -138,14 +138,14 @@ class Inspection:
         self._switch.on = self._step % self._every == 0
 
     def reset(self) -> None:
-        """Forgets all that was recorded so far."""
+        """Forget all that was recorded so far."""
         for _, _, stats in self._states():
             stats.zero_()
 
     # -- the report ------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[TensorRow]:
-        """Returns the numbers of each layer's tensors, those that no call had left out.
+        """Return the numbers of each layer's tensors, those that no call had left out.
 
         Returns:
             A row for x, w and y of each layer, and for dy, dx and dw where a backward ran; for a layer that never ran,
@@ -159,7 +159,7 @@ class Inspection:
         return rows
 
     def findings(self) -> list[str]:
-        """Returns a sentence for each fault that the numbers show: the layer, the tensor, the number, what to do.
+        """Return a sentence for each fault that the numbers show: the layer, the tensor, the number, what to do.
 
         Returns:
             The sentences; an empty list if nothing is wrong.
@@ -174,7 +174,7 @@ class Inspection:
         return findings({path: state for path, state, _ in self._states()}, self.rows())
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the numbers as a flat dict, for TensorBoard, W&B and other loggers.
+        """Return the numbers as a flat dict, for TensorBoard, W&B and other loggers.
 
         Returns:
             Numbers by "layer/tensor/number", such as "blocks.0.fc1/dy/underflow". Numbers that do not exist are left
@@ -194,7 +194,7 @@ class Inspection:
         }
 
     def save_html(self, path: str) -> None:
-        """Writes the report as one HTML file without other files: the findings, the table, and for each tensor a
+        """Write the report as one HTML file without other files: the findings, the table, and for each tensor a
         histogram of amaxes and one of scales.
 
         Args:
@@ -211,7 +211,7 @@ class Inspection:
             file.write(self.html())
 
     def html(self) -> str:
-        """Returns the text of `save_html`.
+        """Return the text of `save_html`.
 
         Returns:
             A whole HTML page.
@@ -247,7 +247,7 @@ class Inspection:
 
 
 def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
-    """Records what the recipe does to each tensor of each layer, for the calls in a block.
+    """Record what the recipe does to each tensor of each layer, for the calls in a block.
 
     For x, w and dy it measures the cast that the layer makes, with the scale in use: shares of values that underflow to
     zero, saturate or are not finite, the signal-to-noise ratio, histograms of amaxes and scales. It compares y, dx and
@@ -306,4 +306,4 @@ def _named(numbers: list[float]) -> dict[str, Any]:
 
 def _state(layer: Quantized) -> LayerState:
     recipe = layer.recipe or layer.__dict__.get("inspected_recipe") or ambient.recipe or UNQUANTIZED
-    return LayerState.of(recipe, held=layer._codes.held, updates=layer._scaling._updates)
+    return LayerState(resolve(recipe), layer._scaling._updates)

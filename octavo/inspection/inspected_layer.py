@@ -1,4 +1,4 @@
-"""A layer that `octavo.inspect` watches: its own class, and operators around the layer's node.
+"""A layer that `octavo.inspect` inspects: its own class, and operators around the layer's node.
 
     octavo::inspect_x   (x, stats) -> x, link                    before the node; backward: inspect_dx
     octavo::inspect_y   (y, link?, tensors, stats, call) -> y    after it, records x, w, y; backward: inspect_dy
@@ -53,7 +53,7 @@ class Switch:
         """Make all layers as they were outside of the block."""
         self.inside = self.on = False
         for layer in list(self.layers):
-            unwatch(layer)
+            restore(layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Switch":
         return self
@@ -63,7 +63,7 @@ OFF = Switch()  # of a layer that is in no block
 
 
 class Inspected(Quantized):
-    """The node of a layer that is inspected. `watched_class` puts it in front of the layer's own class. The block may
+    """The node of a layer that is inspected. `inspected_class` puts it in front of the layer's own class. The block may
     end in another thread while one of these methods runs, and `self` then has its own class again: each asks for the
     block's switch, its buffer and its own methods once, by functions that stand that."""
 
@@ -107,14 +107,14 @@ class Inspected(Quantized):
         return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
-        """Copies the layer into the block, whose end makes the copy as it was outside, too."""
+        """Copy the layer into the block, whose end makes the copy as it was outside, too."""
         new: Quantized = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(_own(self, "__getstate__")(), memo))
         switch = _switch(new)
         switch.layers.add(new)
         if not switch.inside:  # it ended meanwhile
-            unwatch(new)
+            restore(new)
         return new
 
     def _tear_down(self) -> None:
@@ -122,7 +122,7 @@ class Inspected(Quantized):
         _forget(self)  # `octavo.revert` gives the layer another class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the layer as it is outside of the block."""
+        """Pickle the layer as it is outside of the block."""
         kind = vars(type(self)).get("_inspected_class")
         if kind is None:  # a class was made from that of the block
             return super().__reduce_ex__(protocol)
@@ -134,7 +134,7 @@ class Inspected(Quantized):
         return object.__new__ if make.__name__ == "__newobj__" else make, *rest  # by which pickle makes its own class
 
 
-def unwatch(layer: Quantized) -> None:
+def restore(layer: Quantized) -> None:
     """Make a layer as it was outside of the block. One that has got another class in the block keeps that: a class that
     was made from the block's runs as ever."""
     kind = vars(type(layer)).get("_inspected_class")
@@ -143,13 +143,9 @@ def unwatch(layer: Quantized) -> None:
     _forget(layer)
 
 
-def _drop_stats(layer: Quantized) -> None:
+def _forget(layer: Quantized) -> None:
     if "_hidden" in vars(layer):  # `octavo.revert` may have made the layer a plain one
         layer._hidden.drop([STATS])
-
-
-def _forget(layer: Quantized) -> None:
-    _drop_stats(layer)
     for name in ("inspection", "inspected_recipe"):
         vars(layer).pop(name, None)
 
@@ -200,18 +196,13 @@ def inspected_class(kind: Any) -> Any:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
+def _link(x: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.float32, device=x.device).expand(x.shape)
+
+
 @torch.library.custom_op("octavo::inspect_x", mutates_args=())
 def _inspect_x(x: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
     return x.clone(), _link(x)
-
-
-@_inspect_x.register_fake
-def _(x: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
-    return x.clone(), _link(x)
-
-
-def _link(x: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.float32, device=x.device).expand(x.shape)
 
 
 @torch.library.custom_op("octavo::inspect_rows", mutates_args=())
@@ -220,31 +211,16 @@ def _inspect_rows(x: Tensor, parts: list[Tensor], stats: Tensor, recipe: str) ->
     return parts[0].clone()
 
 
-@_inspect_rows.register_fake
-def _(x: Tensor, parts: list[Tensor], stats: Tensor, recipe: str) -> Tensor:
-    return torch.empty_like(parts[0])
-
-
 @torch.library.custom_op("octavo::inspect_dx", mutates_args=())
 def _inspect_dx(dx: Tensor, exact: Tensor, stats: Tensor) -> Tensor:
     record_input_gradient(stats, dx, exact)
     return dx.clone()
 
 
-@_inspect_dx.register_fake
-def _(dx: Tensor, exact: Tensor, stats: Tensor) -> Tensor:
-    return torch.empty_like(dx)
-
-
 @torch.library.custom_op("octavo::inspect_y", mutates_args=())
 def _inspect_y(y: Tensor, link: Tensor | None, tensors: list[Tensor], stats: Tensor, call: str) -> Tensor:
     Call.of(call, tensors).record_forward(stats, y)
     return y.clone()
-
-
-@_inspect_y.register_fake
-def _(y: Tensor, link: Tensor | None, tensors: list[Tensor], stats: Tensor, call: str) -> Tensor:
-    return torch.empty_like(y)
 
 
 @torch.library.custom_op("octavo::inspect_dy", mutates_args=())
@@ -257,6 +233,12 @@ def _inspect_dy(dy: Tensor, tensors: list[Tensor], stats: Tensor, call: str, lik
 @_inspect_dy.register_fake
 def _(dy: Tensor, tensors: list[Tensor], stats: Tensor, call: str, like: list[int]) -> tuple[Tensor, Tensor]:
     return torch.empty_like(dy), torch.empty(like or (0,), dtype=torch.float32, device=dy.device)
+
+
+_inspect_x.register_fake(lambda x, stats: (x.clone(), _link(x)))
+_inspect_rows.register_fake(lambda x, parts, stats, recipe: torch.empty_like(parts[0]))
+_inspect_dx.register_fake(lambda dx, exact, stats: torch.empty_like(dx))
+_inspect_y.register_fake(lambda y, link, tensors, stats, call: torch.empty_like(y))
 
 
 def _save_x(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:

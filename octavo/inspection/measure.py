@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return self._cast(x, spec, scaling, None, all_reduced_amaxes("x", self.config.all_reduced, inputs.all_reduced))
 
     def w(self) -> Tensor | None:
-        """The weight; None if it is held as codes."""
+        """The weight; None if it is a quantized weight, which has codes alone."""
         weight: Tensor = self.inputs.weight
         return None if self.config.weight == "held" else weight
 
@@ -174,7 +174,7 @@ class Call(NamedTuple):
         return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
 
     def _saved(self, exact: Any) -> Any:
-        """Selects the tensors that the float32 reference's backward needs, without running its forward: unquantized,
+        """Select the tensors that the float32 reference's backward needs, without running its forward: unquantized,
         forward makes no tensor for backward but the places of groups."""
         fresh = dict.fromkeys(self.layer.Intermediates._fields)
         if self.groups is not None:

@@ -1,5 +1,6 @@
 """The report of `octavo.explain`, as values: they convert to plain data and print as text."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Graph:
     others: tuple[tuple[str, int], ...]
 
     def count(self, name: str) -> int:
-        """Counts the calls of an operator.
+        """Count the calls of an operator.
 
         Args:
             name: the operator, such as "octavo::run".
@@ -70,7 +71,7 @@ class Graph:
         return dict(self.nodes + self.others).get(name, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the graph as plain data, for JSON.
+        """Return the graph as plain data, for JSON.
 
         Returns:
             The fields by name.
@@ -99,7 +100,7 @@ class Layer:
     parallel: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the layer as plain data, for JSON.
+        """Return the layer as plain data, for JSON.
 
         Returns:
             The fields by name.
@@ -157,7 +158,7 @@ class CompileReport:
     off: tuple[str, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
-        """Counts the calls of an operator in the captured graphs.
+        """Count the calls of an operator in the captured graphs.
 
         Args:
             name: the operator: "octavo::run" is a layer's forward, "octavo::run_bwd" its backward.
@@ -169,23 +170,14 @@ class CompileReport:
         return sum(graph.count(name) for graph in self.captured if direction in ("", graph.direction))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, for JSON.
+        """Return the report as plain data, for JSON.
 
         Returns:
             The fields by name.
         """
-        return {
-            "compiler": self.compiler,
-            "cudagraphs": self.cudagraphs,
-            "graphs": self.graphs,
-            "breaks": [dict(vars(b)) for b in self.breaks],
-            "recompiles": [dict(vars(r)) for r in self.recompiles],
-            "skips": list(self.skips),
-            "captured": [graph.as_dict() for graph in self.captured],
-            "layers": [layer.as_dict() for layer in self.layers],
-            "runs": [dict(vars(run)) for run in self.runs],
-            "off": list(self.off),
-        }
+        found = {name: value for name, value in vars(self).items() if not isinstance(value, tuple)}
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, tuple)}
+        return found | {name: [_plain(entry) for entry in entries] for name, entries in lists.items()}
 
     def __str__(self) -> str:
         skipped = plural(len(self.skips), "cudagraph skip") if self.cudagraphs else "no CUDA graphs asked for"
@@ -200,8 +192,14 @@ class CompileReport:
         return printable("\n".join([*lines, *(["", *self.off] if self.off else [])]))
 
 
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return entry
+    return entry.as_dict() if hasattr(entry, "as_dict") else dict(vars(entry))
+
+
 def _entries(name: str, found: Sequence[str]) -> list[str]:
-    """Returns one line for each different entry, with its number if it occurs more than once."""
+    """Return one line for each different entry, with its number if it occurs more than once."""
     once = list(dict.fromkeys(found))
     lines = [text + (f" ({found.count(text)} times)" if found.count(text) > 1 else "") for text in once[:SHOWN]]
     lines = [f"  {name}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}" for text in lines]
@@ -209,11 +207,8 @@ def _entries(name: str, found: Sequence[str]) -> list[str]:
 
 
 def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
-    """Returns a table with one row for each different graph."""
-    equal: dict[Graph, int] = {}
-    for graph in captured:
-        equal[graph] = equal.get(graph, 0) + 1
-    rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in equal.items()]
+    """Return a table with one row for each different graph."""
+    rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in Counter(captured).items()]
     lines = columns([("graph", "count", "our nodes", "others"), *rows[:SHOWN]])
     return lines + ([f"and {len(rows) - SHOWN} other kinds"] if len(rows) > SHOWN else [])
 
@@ -224,7 +219,7 @@ def _counts(nodes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
-    """Returns a table with one row for layers that differ only in their paths, then notes on these layers."""
+    """Return a table with one row for layers that differ only in their paths, then notes on these layers."""
     if not layers:
         return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}

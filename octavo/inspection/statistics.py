@@ -90,7 +90,7 @@ def record_result(stats: Tensor, tensor: str, made: Tensor, exact: Tensor) -> No
 
 
 def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Counts of the values alone, and their amax."""
+    """Count of the values alone, and their amax."""
     kept = torch.nan_to_num(values, 0.0, 0.0, 0.0)
     one = torch.ones((), dtype=torch.float64, device=values.device)
     amax = torch.linalg.vector_norm(kept, math.inf).double() if values.numel() else 0 * one
@@ -123,7 +123,7 @@ def _nonzero(values: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, numbers: Tensor) -> Tensor:
-    """Counts values by power of two, each as often as its number says; `numbers` broadcasts. Zeros and values that are
+    """Count values by power of two, each as often as its number says; `numbers` broadcasts. Zeros and values that are
     not finite count nowhere. Neighbours count in different rows, since atomic additions to one address wait for each
     other."""
     counted = values.isfinite() & (values > 0)

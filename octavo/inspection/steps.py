@@ -37,7 +37,7 @@ def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 def gradients_of(model: nn.Module, batch: tuple[Any, ...], loss: Loss | None = None) -> Tensor:
     """Call the model on copies of the batch, run backward, and return the loss."""
-    made = model(*tree_map(_own, batch))
+    made = model(*tree_map(own_copy, batch))
     value = _default_loss(made) if loss is None else _checked_loss(loss(made))
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
@@ -69,7 +69,8 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
         layer.recipe = recipe  # type: ignore[assignment]
 
 
-def _own(x: Any) -> Any:
+def own_copy(x: Any) -> Any:
+    """Return a tensor's own leaf of a graph; what is no tensor stays as it is."""
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 

@@ -1,28 +1,31 @@
-"""The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
+"""The rows of an inspection's report: the numbers of one tensor of one layer, as values, as text and as a page."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+from octavo.inspection.charts import histogram
+from octavo.inspection.statistics import LOWEST
+from octavo.inspection.webpage import bullets, document, heading, paragraph
+from octavo.inspection.webpage import table as html_table
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
-from octavo.recipes import recipe as resolve
 from octavo.text import columns
 
 NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine")
 HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not finite", "SQNR", "amax", "cosine", "worst")
+
+NOTE = (
+    "Histograms have a bar for each power of two, all from 2^{} to 2^{}; the dashed line is 1. Amaxes are counted by "
+    "call, scales by value. SQNR of y, dx and dw, and the cosines, compare with the same layer in float32."
+)
 
 
 class LayerState(NamedTuple):
     """Facts about a layer that are not measured."""
 
     recipe: Recipe
-    held: bool  # its weight is held as codes
     updates: int  # of its weight, since delayed scaling's last step
-
-    @classmethod
-    def of(cls, recipe: str | Recipe, held: bool, updates: int) -> Self:
-        return cls(resolve(recipe), held, updates)
 
     def quantizer(self, tensor: str) -> Quantizer | None:
         """The quantizer of x, w or dy that the report measures; None for the results of GEMMs."""
@@ -74,7 +77,7 @@ class TensorRow(NamedTuple):
     scales: tuple[float, ...]
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers that exist and are finite, by name.
+        """Return the numbers that exist and are finite, by name.
 
         Returns:
             Those of underflow, saturated, nonfinite, sqnr, amax, cosine and worst_cosine.
@@ -108,6 +111,24 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
 def table(rows: Sequence[TensorRow]) -> str:
     """The rows as aligned text."""
     return "\n".join(columns([HEADER, *[cells(row) for row in rows]]))
+
+
+def page(title: str, findings: Sequence[str], rows: Sequence[TensorRow]) -> str:
+    """The rows as an HTML page, with the findings, and for each tensor a histogram of amaxes and one of scales."""
+    # the bins from the first to the last that has a count in any histogram, and both beside 1
+    counted = {i for row in rows for counts in (row.amaxes, row.scales) for i, n in enumerate(counts) if n}
+    shown = range(min(counted | {-LOWEST - 1}), max(counted | {-LOWEST}) + 1)
+
+    def plot(counts: Sequence[float]) -> str:
+        return histogram(counts, shown, -LOWEST, lambda i: f"from 2^{LOWEST + i}")
+
+    body = [[*cells(row), plot(row.amaxes), plot(row.scales)] for row in rows]
+    parts = [
+        paragraph(title), heading("Findings"), bullets(findings), heading("Tensors"),
+        paragraph(NOTE.format(LOWEST + shown.start, LOWEST + shown.stop), soft=True),
+        html_table((*HEADER, "amaxes", "scales"), body, left=True),
+    ]  # fmt: skip
+    return document("octavo.inspect", parts, wide=True)
 
 
 def cells(row: TensorRow) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Reports as one HTML file that needs nothing else: no script, nothing loaded. Colours follow the reader's light or
-dark setting, and wide tables scroll by themselves in a narrow window."""
+dark setting, and wide tables scroll by themselves in a narrow window. Text is escaped here and nowhere else: what is
+HTML already is a `Markup`."""
 
 from collections.abc import Sequence
 from html import escape
@@ -33,8 +34,19 @@ th { font-weight: 600; color: var(--soft); } th:first-child, td:first-child { te
 """
 
 
-def document(title: str, parts: Sequence[str], *, wide: bool = False) -> str:
-    """Returns the page. The parts are HTML; the title is text."""
+class Markup(str):
+    """HTML, which stays as it is where text would be escaped."""
+
+    __slots__ = ()
+
+
+def markup(text: str) -> Markup:
+    """Return text as HTML."""
+    return text if isinstance(text, Markup) else Markup(escape(text))
+
+
+def document(title: str, parts: Sequence[Markup], *, wide: bool = False) -> str:
+    """Return the page."""
     body = "\n".join(parts)
     return printable(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -44,17 +56,30 @@ def document(title: str, parts: Sequence[str], *, wide: bool = False) -> str:
     )
 
 
-def paragraph(text: str, *, soft: bool = False) -> str:
-    return f'<p class="soft">{escape(text)}</p>' if soft else f"<p>{escape(text)}</p>"
+def heading(text: str, level: int = 2) -> Markup:
+    return Markup(f"<h{level}>{markup(text)}</h{level}>")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False) -> str:
-    """Returns a table. The header is text and the cells are HTML; `left` is for a table of words."""
-    head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>" if header else ""
-    body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll{" left" if left else ""}"><table>{head}\n{body}</table></div>'
+def paragraph(text: str, *, soft: bool = False) -> Markup:
+    return Markup(f"<p{' class=soft' if soft else ''}>{markup(text)}</p>")
 
 
-def key(colour: str) -> str:
-    """Returns a patch of a colour, before the name that it stands for."""
-    return f'<span class="key" style="background:{colour}"></span>'
+def bullets(sentences: Sequence[str]) -> Markup:
+    return Markup(f"<ul>{''.join(f'<li>{markup(sentence)}</li>' for sentence in sentences)}</ul>")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False) -> Markup:
+    """Return a table; `left` is for a table of words."""
+    head = f"<tr>{''.join(f'<th>{markup(name)}</th>' for name in header)}</tr>" if header else ""
+    body = "\n".join(f"<tr>{''.join(f'<td>{markup(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return Markup(f'<div class="scroll{" left" if left else ""}"><table>{head}\n{body}</table></div>')
+
+
+def named(colour: str, name: str) -> Markup:
+    """Return a name after a patch of the colour that stands for it."""
+    return Markup(f'<span class="key" style="background:{colour}"></span>{markup(name)}')
+
+
+def shaded(text: str, shade: float, title: str) -> Markup:
+    """Return a text on a ground that is the more orange the nearer its shade is to 1, with a title."""
+    return Markup(f'<span class="shade" style="--shade:{shade:.2f}" title="{escape(title)}">{markup(text)}</span>')

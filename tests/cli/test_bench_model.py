@@ -10,7 +10,7 @@ from torch import nn
 
 import octavo
 from octavo.cli import main
-from octavo.cli.bench import llama_weights, model_bench, on_device, peers
+from octavo.cli.bench import llama_weights, model_bench, peers, training_steps
 from octavo.demo.llama import TURN, PlainAttention, Size, fused_blocks, plain_blocks
 
 pytestmark = pytest.mark.usefixtures("forgetful_compiler")
@@ -53,7 +53,7 @@ def test_a_run_has_a_row_for_every_case_and_mode(tmp_path, capsys):
     rows = {row["case"]: row for row in report["results"]}
     assert tuple(rows) == ROWS
     for case, row in rows.items():
-        assert len(row["readings_ms"]) == on_device.CPU_REPEATS
+        assert len(row["readings_ms"]) == training_steps.CPU_REPEATS
         assert min(row["readings_ms"]) <= row["ms"] <= max(row["readings_ms"])
         assert row["of_bf16"] == row["ms"] / rows["bf16, compiled"]["ms"]
         assert row["tokens_per_s"] == TINY.tokens / row["ms"] * 1e3
@@ -70,7 +70,7 @@ def test_a_case_that_fails_is_printed_with_its_error_and_the_others_are_measured
         raise RuntimeError("no such kernel\nat length")
 
     monkeypatch.setattr(peers, "conversions", lambda: {"torchao tensorwise": refuse})
-    monkeypatch.setattr(model_bench, "step_kernels", lambda step, device: [{"kernel": "gemm", "calls": 2.0, "ms": 1.5}])
+    monkeypatch.setattr(model_bench, "kernels_ms", lambda step, device: [{"kernel": "gemm", "calls": 2.0, "ms": 1.5}])
     assert main(COMMAND) == 0
     printed = capsys.readouterr().out
     for mode in ("", ", compiled"):

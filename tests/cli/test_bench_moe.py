@@ -149,7 +149,7 @@ def test_a_case_that_fails_is_a_row_and_the_others_are_measured(shapes):
     text = moe_bench.render({"machine": FACTS, "shapes": shapes})
     assert "\noctavo fp8-delayed, cached            2.000  8000      1.00     " in text
     assert "\noctavo fp8-block, cached  failed: RuntimeError: recompile_limit reached\n" in text
-    assert "\nkernels, fp8-block  failed: ZeroDivisionError" in text
+    assert "\nkernel, fp8-block  failed: ZeroDivisionError" in text
 
 
 def test_without_a_time_of_bf16_there_is_no_ratio_to_it(monkeypatch):

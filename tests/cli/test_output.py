@@ -8,34 +8,23 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 import octavo
-from octavo import cli
-from octavo.cli import bench, doctor, main, output, train
-from octavo.cli.bench import (
-    block_bench,
-    grouped_bench,
-    grouped_gemms_bench,
-    linear_bench,
-    mlp_bench,
-    model_bench,
-    moe_bench,
-    permute_bench,
-    quantize_bench,
-)
+from octavo.cli import bench, doctor, explain_command, main, output, train
+from octavo.cli.bench import block_bench, host_bench
+from octavo.cli.commands import COMMANDS, make_parser
 from octavo.demo import training
 from octavo.demo.gpt import Shape
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
-SUITES = {
-    "quantize": quantize_bench, "linear": linear_bench, "grouped": grouped_bench, "grouped-gemms": grouped_gemms_bench,
-    "mlp": mlp_bench, "moe": moe_bench, "model": model_bench, "permute": permute_bench,
-}  # fmt: skip
+ROOT = Path(octavo.__file__).parents[1]
+SUITES = {name: bench.suite_of(name) for name in bench.SUITES if name not in ("block", "host")}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +33,11 @@ def _ctrl_c_raises():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def parsed(*words):
+    """The arguments of a command line."""
+    return make_parser(octavo.__version__).parse_args(words)
 
 
 def press_ctrl_c(*args, **settings):
@@ -239,7 +233,7 @@ def measured(monkeypatch):
             "hosts_us": dict.fromkeys(names, 1.0),
             "peak_mib": 1.0, "_memory": {"saved_mib": 1.0, "peak_mib": 1.0}, "kept_mib": 1.0,
             "kernels_ms": [{"kernel": "k", "calls": 1.0, "ms": 1.0}],
-            "step_ms": (1.0, [1.0]), "step_seconds": 1.0, "step_peak_mib": 1.0,
+            "step_ms": (1.0, [1.0]), "step_seconds": 1.0,
         }  # fmt: skip
         for module in SUITES.values():
             for timer, value in timers.items():
@@ -247,14 +241,14 @@ def measured(monkeypatch):
                     monkeypatch.setattr(module, timer, read(value))
             if hasattr(module, "settled_step"):
                 monkeypatch.setattr(module, "settled_step", lambda *args: lambda: None)
-        monkeypatch.setattr("octavo.cli.bench.host_bench.training_step", lambda *args: lambda: None)
+        monkeypatch.setattr(host_bench, "training_step", lambda *args: lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         facts = {"gpu": "a GPU", "torch": "2", "triton": "3"}
         monkeypatch.setattr("octavo.cli.machine.describe", lambda device: facts)
         monkeypatch.setattr("octavo.cli.machine.parse_device", torch.device)
-        arguments = cli._parser().parse_args(["bench", name, *ARGUMENTS[name], "--json", target])
+        arguments = parsed("bench", name, *ARGUMENTS[name], "--json", target)
         with OnTheCpu():
-            output.produce(partial(bench.SUITES[name].measure, arguments), bench.SUITES[name].render, target)
+            output.produce(partial(bench.measure, arguments), bench.suite_of(name).render, target)
         return readings[0]
 
     return run
@@ -326,11 +320,11 @@ def no_work(monkeypatch):
     def work(*args, **settings):
         pytest.fail("the work began")
 
-    for module, name in ((train, "compare"), (block_bench, "measure"), (cli.explain_command, "load")):
+    for module, name in ((train, "compare"), (block_bench, "measure"), (explain_command, "loaded")):
         monkeypatch.setattr(module, name, work)
 
 
-COMMANDS = {
+WRITING = {
     "train": ["train", "--device", "cpu"],
     "bench": ["bench", "block", "--device", "cpu", "--size", "tiny"],
     "explain": ["explain", "nowhere:f"],
@@ -345,7 +339,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", WRITING)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_unwritable_file_is_found_before_the_work(place, command, no_work, tmp_path, monkeypatch, capsys):
     (tmp_path / "folder").mkdir()
@@ -354,7 +348,7 @@ def test_an_unwritable_file_is_found_before_the_work(place, command, no_work, tm
     before = sorted(os.listdir(tmp_path))
     monkeypatch.chdir(tmp_path)
     target, sentence = PLACES[place]
-    assert main([*COMMANDS[command], "--json", target]) == 2
+    assert main([*WRITING[command], "--json", target]) == 2
     out, line = said(capsys)
     assert out == "" and sentence in line and line.startswith(f"octavo {command}: ")
     assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "file").read_text() == "old"
@@ -362,7 +356,7 @@ def test_an_unwritable_file_is_found_before_the_work(place, command, no_work, tm
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder in which not even root can make a file")
 def test_a_folder_that_takes_no_files_is_found_before_the_work(no_work, capsys):
-    assert main([*COMMANDS["train"], "--json", "/proc/report.json"]) == 2
+    assert main([*WRITING["train"], "--json", "/proc/report.json"]) == 2
     assert "--json cannot be written to /proc/report.json: " in said(capsys)[1]
 
 
@@ -381,7 +375,7 @@ def test_missing_permission_is_found_before_the_work(what, no_work, tmp_path, mo
             unsupported_reason = partial(os.open, "/proc/none", os.O_CREAT)
             monkeypatch.setattr(output.tempfile, "TemporaryFile", lambda dir: unsupported_reason())
     try:
-        assert main([*COMMANDS["train"], "--json", str(path)]) == 2
+        assert main([*WRITING["train"], "--json", str(path)]) == 2
     finally:
         tmp_path.chmod(0o755)
     assert "Name another file." in said(capsys)[1]
@@ -466,7 +460,7 @@ def test_json_is_printed_instead_of_the_table(small, capsys):
 def test_the_bare_command_prints_its_help(capsys):
     assert main([]) == 2
     printed = capsys.readouterr().err
-    assert all(f"\n    {name} " in printed for name in cli.COMMANDS)
+    assert all(f"\n    {name} " in printed for name in COMMANDS)
     assert main(["bench"]) == 2
     printed = capsys.readouterr().err
     assert all(re.search(rf"\n    {name}\s", printed) for name in bench.SUITES)
@@ -478,18 +472,39 @@ def test_the_version(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out == f"octavo {octavo.__version__}\n"
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], []], ids=str)
+def test_the_script_answers_before_torch_is_imported(words):
+    code = (
+        f"import sys, octavo_command\nsys.argv[1:] = {words}\n"
+        "try:\n    code = octavo_command.main()\n"
+        "except SystemExit as stop:\n    code = stop.code\n"
+        "assert not {'torch', 'octavo'} & set(sys.modules)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (0 if words else 2), done.stderr
+    said = f"octavo {octavo.__version__}\n" if words == ["--version"] else "Check how each recipe runs on this machine"
+    assert said in done.stdout + done.stderr
+
+
+def test_the_script_runs_a_command():
+    code = (
+        "import sys, octavo_command; sys.argv[1:] = ['doctor', '--device', 'abacus']; sys.exit(octavo_command.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "octavo doctor: There is no device called 'abacus'" in done.stderr
+
+
 HELPED = [["doctor"], ["train"], ["bench"], ["explain"], *[["bench", name] for name in bench.SUITES]]
 
 
 @pytest.mark.parametrize("command", HELPED, ids=" ".join)
 def test_help_has_an_example_that_is_accepted_and_a_default_for_every_option(command, capsys):
-    parser = cli._parser()
     with pytest.raises(SystemExit):
-        parser.parse_args([*command, "--help"])
+        parsed(*command, "--help")
     text = capsys.readouterr().out
     (example,) = [line for line in text.splitlines() if line.startswith("example: octavo ")]
     words = example.removeprefix("example: octavo ").split(" > ")[0].replace('"', "").split()
-    assert parser.parse_args(words).command == command[0]
+    assert parsed(*words).command == command[0]
     options = text[text.index("\noptions:") :].split("\n  -")[2:]
     for option in options:
         assert "default: " in " ".join(option.split()) or option.startswith("-json"), option
@@ -533,6 +548,6 @@ def test_a_device_that_is_not_served_is_refused(device, capsys):
 
 def test_recipes_with_settings_are_listed():
     text = "fp8-current(pow2=True,fast=('fprop','dgrad')), fp8-block(scale='fp32'),nvfp4"
-    found = cli._parser().parse_args(["bench", "linear", "--recipes", text]).recipes
+    found = parsed("bench", "linear", "--recipes", text).recipes
     assert found == ["fp8-current(pow2=True,fast=('fprop','dgrad'))", "fp8-block(scale='fp32')", "nvfp4"]
-    assert cli._parser().parse_args(["bench", "linear"]).recipes == list(SHIPPED)
+    assert parsed("bench", "linear").recipes == list(SHIPPED)

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import octavo
 from octavo.cli import main, train
 from octavo.demo import corpus, training
 from octavo.demo.gpt import BYTES, GPT, Shape
-from octavo.demo.progress import LINES, Progress, RichProgress, make_progress
+from octavo.demo.progress import LINES, Progress
 from octavo.demo.train_text import gap_text
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
@@ -410,9 +411,15 @@ def test_a_long_text_holds_a_bounded_part_out(tmp_path, monkeypatch):
 # -- the clock ------------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch):
+    """The time, to be set."""
+    found = [0.0]
+    monkeypatch.setattr(training.time, "perf_counter", lambda: found[0])
+    return found
+
+
+def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(now):
     clock = training.Clock(training.Plan(4, 2, shape=SMALL))  # 32 bytes a step
     for step, seconds in enumerate((100.0, 1.0, 2.0, 2.0), start=1):
         now[0] += seconds
@@ -421,13 +428,42 @@ def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(monkeypatch)
             with clock.stopped():
                 now[0] += 1000.0
     assert clock.so_far() == pytest.approx(3 * 32 / 5)
-    assert clock.first_step() == 100 and clock.seconds() == 105 and clock.rate() == pytest.approx(2 * 32 / 4)
+    assert clock.first == 100 and clock.ended == 105 and clock.rate() == pytest.approx(2 * 32 / 4)
     saved, later = clock.times(), training.Clock(training.Plan(4, 2, shape=SMALL))
     later.go_on(saved)
-    assert later.first_step() == 100 and later.seconds() == 105
+    assert later.first == 100 and later.ended == 105
 
 
-# -- the bar ---------------------------------------------------------------------------------------------------------
+def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(now):
+    clock = training.Clock(training.Plan(10, 2, shape=SMALL))
+    said = []
+    for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
+        now[0] += seconds
+        clock.tick(step)
+        said.append(clock.told(step))
+        with clock.stopped():
+            now[0] += 1000.0
+    assert said == ["100 s, 900 s left", "102 s, 16 s left", "104 s, 14 s left"]
+    assert clock.told(10) == "104 s"
+
+
+def test_the_time_left_of_a_resumed_run_counts_only_its_own_steps(now):
+    clock = training.Clock(training.Plan(100, 2, shape=SMALL))
+    clock.go_on({"first": 1.0, "middle": 500.0, "seconds": 900.0})
+    for step, seconds in ((91, 30.0), (92, 2.0)):
+        now[0] += seconds
+        clock.tick(step)
+    assert clock.told(92) == "932 s, 16 s left"
+
+
+def test_a_run_stops_its_clock_while_tensors_are_sampled(monkeypatch):
+    stopped = []
+    monkeypatch.setattr(training.Clock, "stopped", lambda self: nullcontext(stopped.append(self)))
+    training.train(training.Plan(4, 2, shape=SMALL, samples=2), recipe("mxfp8"))
+    assert len(stopped) == 2
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -435,97 +471,69 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """Stderr is a terminal."""
+    found = Terminal()
+    monkeypatch.setattr("octavo.demo.progress.sys", SimpleNamespace(stderr=found))
+    return found
+
+
+@pytest.fixture
+def stream(terminal, monkeypatch):
+    """Stderr is a terminal, and rich is not installed."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    return terminal
+
+
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 200])
-def test_a_file_gets_a_few_lines(total):
+def test_a_file_gets_a_few_lines(total, monkeypatch):
     stream = io.StringIO()
-    progress = Progress("bf16", total, stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = Progress("bf16", total)
     for step in range(1, total + 1):
         if progress.due(step):
             progress.show(step, "loss 1.000")
+    progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == min(total, LINES)
-    assert lines[-1].startswith(f"bf16  [{'#' * 24}] {total}/{total}  loss 1.000")
-    assert "\r" not in stream.getvalue() and "left" not in lines[-1]
+    assert lines[-1].startswith(f"bf16  {total}/{total}  loss 1.000")
+    assert "\r" not in stream.getvalue()
 
 
-def test_a_terminal_gets_one_line_rewritten(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 100, stream)
+def test_a_terminal_gets_one_line_rewritten(stream, now):
+    progress = Progress("bf16", 100)
     shown = []
     for step in range(1, 101):
         now[0] += 0.03
         if progress.due(step):
             shown.append(step)
             progress.show(step, "loss 1.000")
+    progress.close()
     assert shown[:3] == [1, 5, 9] and shown[-1] == 100
     assert stream.getvalue().count("\r") == len(shown)
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
-    assert "50 s left" not in stream.getvalue() and "3 s left" in stream.getvalue()
 
 
-@pytest.mark.parametrize(("steps", "ends"), [(3, "s left\n"), (10, "0 s\n"), (0, "")])
-def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
+@pytest.mark.parametrize("steps", [3, 10, 0])
+def test_progress_that_stops_early_ends_its_line(steps, stream, now):
     """Text after it begins on a line of its own."""
-    stream = Terminal()
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: 0.0)
-    progress = Progress("bf16", 10, stream)
+    progress = Progress("bf16", 10)
     for step in range(1, steps + 1):
         progress.show(step, "loss 1.000")
     progress.close()
     progress.close()
-    assert stream.getvalue().endswith(ends) and stream.getvalue().count("\n") == (steps > 0)
+    assert stream.getvalue().endswith("loss 1.000\n" if steps else "") and stream.getvalue().count("\n") == (steps > 0)
 
 
-def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 100, stream)
-    now[0] = 10.0
-    assert progress.due(91)  # the first step of this process
-    progress.show(91, "loss 1.000")
-    assert "90 s left" in stream.getvalue()
-
-
-def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch):
-    stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
-    progress = Progress("bf16", 10, stream)
-    for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
-        now[0] += seconds
-        assert progress.due(step)
-        progress.show(step, "loss 1.000")
-        with progress.paused():
-            now[0] += 1000.0
-    lines = stream.getvalue().split("\r\x1b[K")[1:]
-    assert [line.split("  ")[-1] for line in lines] == [
-        "100 s, 900 s left",
-        "1102 s, 16 s left",
-        "2104 s, 14 s left",
-    ]
-
-
-def test_the_bar_of_a_run_pauses_while_tensors_are_sampled(monkeypatch):
-    paused = []
-    monkeypatch.setattr(Progress, "paused", lambda self: nullcontext(paused.append(self.title.strip())))
-    training.train(training.Plan(4, 2, shape=SMALL, samples=2), recipe("mxfp8"))
-    assert paused == ["mxfp8", "mxfp8"]
-
-
-def test_a_terminal_with_rich_gets_its_bar(monkeypatch):
+def test_a_terminal_with_rich_gets_its_bar(terminal):
     pytest.importorskip("rich")
-    stream = Terminal()
-    progress = RichProgress("bf16 [x]", 3, stream)
+    progress = Progress("bf16 [x]", 3)
+    assert terminal.getvalue() == "", "nothing is drawn before the first step"
     for step in range(1, 4):
         progress.show(step, f"loss {step}.000")
     progress.close()
-    assert "bf16 [x]" in stream.getvalue() and "loss 3.000" in stream.getvalue() and "3/3" in stream.getvalue()
-
-
-def test_a_terminal_without_rich_gets_the_plain_bar(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    assert type(make_progress("bf16", 3)) is Progress
+    assert all(text in terminal.getvalue() for text in ("bf16 [x]", "loss 3.000", "3/3"))
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from octavo.demo import charts, page
+from octavo.demo import page
+from octavo.inspection import charts
 
 FACTS = {"octavo": "0.1.0", "torch": "2.13.0", "cuda": None, "device": "cpu", "gpu": None}
 
@@ -143,8 +144,8 @@ def test_ticks_cover_their_range_in_round_steps(low, high):
 
 
 def test_smoothing_keeps_the_length_and_a_constant():
-    assert charts.smooth([3.0] * 40) == [3.0] * 40
-    assert charts.smooth(FALLING)[0] == FALLING[0] and len(charts.smooth(FALLING)) == 40
+    assert page.smooth([3.0] * 40) == [3.0] * 40
+    assert page.smooth(FALLING)[0] == FALLING[0] and len(page.smooth(FALLING)) == 40
 
 
 def sampled(step, **tensors):
@@ -166,7 +167,7 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
 
 def test_the_band_of_a_gap_is_two_standard_errors():
     base = [2.0] * 100
-    values, band = charts.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
+    values, band = page.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
     assert values[-1] == pytest.approx(0.8)  # of the last five steps two are 0.04 above
     assert band[-1] == pytest.approx(100 * 2 * 0.0219 / 5**0.5 / 2, rel=0.02)
     assert math.isnan(band[0]) and len(values) == len(band) == 100

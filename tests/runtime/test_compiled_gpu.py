@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.cli.bench.timed_step import peak_mib, training_step
+from octavo.cli.bench.training_steps import peak_mib, training_step
 from octavo.recipes import SHIPPED
 from tests.support.captured_twins import DEVICE, K, N, batch, compiled, same_microbatches, twins
 from tests.support.checkpointed import saving

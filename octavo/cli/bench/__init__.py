@@ -9,43 +9,26 @@ example: octavo bench linear --shape 8192,4096,14336 --recipes fp8-current,fp8-b
 import argparse
 import sys
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from octavo.cli import output
-from octavo.cli.bench import (
-    block_bench,
-    grouped_bench,
-    grouped_gemms_bench,
-    host_bench,
-    linear_bench,
-    mlp_bench,
-    model_bench,
-    moe_bench,
-    permute_bench,
-    quantize_bench,
-)
+from octavo.cli.bench.cases import begin
+from octavo.cli.commands import add_commands
 from octavo.errors import UnsupportedHardware
 
-# a suite is a file here with `add_arguments(parser)`, `measure(arguments, report)`, which fills the report row by row,
-# and `render(report) -> text`, which returns "" while there is no row; its module docstring is its help text
-SUITES = {
-    "quantize": quantize_bench, "linear": linear_bench, "block": block_bench, "grouped": grouped_bench,
-    "grouped-gemms": grouped_gemms_bench, "mlp": mlp_bench, "moe": moe_bench, "model": model_bench,
-    "permute": permute_bench, "host": host_bench,
-}  # fmt: skip
+# A suite is a file here. Its docstring is its help text. FACTS is what its report states before the first row,
+# `add_arguments(parser)` adds its options, `measure(arguments, report)` fills the report row by row, and
+# `render(report)` returns the text of a report, "" while there is no row.
+SUITES = ("quantize", "linear", "block", "grouped", "grouped-gemms", "mlp", "moe", "model", "permute", "host")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(print_help=parser.print_help)
-    suites = parser.add_subparsers(dest="suite", metavar="SUITE", title="suites")
-    for name, module in SUITES.items():
-        text = module.__doc__ or ""
-        suite = suites.add_parser(
-            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(suite)
-        output.add_json(suite, "the table and every reading")
+    add_json = partial(output.add_json, what="the table and every reading")
+    add_commands(parser, "suite", {name: _module(name) for name in SUITES}, add_json)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +37,20 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
-    suite = SUITES[arguments.suite]
-    output.produce(partial(suite.measure, arguments), suite.render, arguments.json)
+    output.produce(partial(measure, arguments), suite_of(arguments.suite).render, arguments.json)
     return 0
+
+
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Fill the report of the suite that was asked for."""
+    suite = suite_of(arguments.suite)
+    begin(report, arguments.suite, arguments, suite.FACTS)
+    suite.measure(arguments, report)
+
+
+def suite_of(name: str) -> Any:
+    return import_module(f"octavo.cli.{_module(name)}")
+
+
+def _module(suite: str) -> str:
+    return f"bench.{suite.replace('-', '_')}_bench"

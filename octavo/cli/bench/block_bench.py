@@ -29,12 +29,20 @@ from torch import nn
 
 from octavo._torch.compilation import cudagraph_skips, reset
 from octavo.cli import machine, options
-from octavo.cli.bench import linear_bench, peers
-from octavo.cli.bench.on_device import backend, compiled, no_caches, step_ms, step_peak_mib, step_seconds
-from octavo.cli.bench.timed_step import settled_step, training_step
-from octavo.cli.timing import REPEATS, WARMUP, host_us
-from octavo.demo.transformer import Block, Size
-from octavo.inspection import table
+from octavo.cli.bench import cases, linear_bench, peers
+from octavo.cli.bench.training_steps import (
+    backend,
+    batch,
+    compiled,
+    no_caches,
+    peak_mib,
+    settled_step,
+    step_ms,
+    step_seconds,
+    training_step,
+)
+from octavo.cli.timing import WARMUP, host_us
+from octavo.demo.transformer import Size, swiglu_block
 from octavo.model.convert import convert
 from octavo.model.step import step as end_step
 from octavo.recipes import SHIPPED
@@ -42,6 +50,12 @@ from octavo.recipes import SHIPPED
 SIZES = {"full": Size(2, 4096, 4096, 32, 14336), "tiny": Size(2, 16, 32, 2, 64)}
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
 HOST_REPEATS, HOST_ROUNDS = 4, 100
+FACTS = {"bias": False, "method": cases.MEDIAN | {"host_repeats": HOST_REPEATS, "host_rounds": HOST_ROUNDS}}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("of bf16", "of_bf16", ".2f"), ("eager ms", "eager_ms", ".3f"),
+    ("compile s", "compile_s", ".1f"), ("peak MiB", "peak_mib", ".0f"), ("eager peak MiB", "eager_peak_mib", ".0f"),
+)  # fmt: skip
+HOST_COLUMNS = (("host us", "us", ".0f"), ("over nn.Linear", "over", "+.0f"), ("skips", "skips", ""))
 
 Conversion = Callable[[nn.Module], object]
 
@@ -51,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--size", choices=tuple(SIZES), default="full",
         help="full: 8192 tokens of width 4096; tiny: 32 of width 32, for a CPU; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    options.add_cpu_device(parser)
     options.add_recipes(parser, RECIPES)
     options.add_no_peers(parser)
 
@@ -63,25 +77,8 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     if not arguments.no_peers:
         conversions |= peers.conversions()
     results: list[dict[str, Any]] = []
-    report |= {
-        "suite": "block",
-        "machine": machine.describe(device),
-        "dtype": "bfloat16",
-        "bias": False,
-        "size": vars(size),
-        "backend": backend(device),
-        "peers": peers.versions(),
-        "method": {
-            "warmup": WARMUP,
-            "repeats": REPEATS,
-            "host_repeats": HOST_REPEATS,
-            "host_rounds": HOST_ROUNDS,
-            "statistic": "median",
-        },
-        "results": results,
-        "host_shape": list(linear_bench.TINY),
-        "host": [],
-    }
+    report |= {"size": vars(size), "backend": backend(device), "results": results}
+    report |= {"host_shape": list(linear_bench.TINY), "host": []}
     for name, conversion in conversions.items():
         row = _case(name, conversion, size, device)
         row["of_bf16"] = row["ms"] / (results[0] if results else row)["ms"]
@@ -94,7 +91,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Block(size).to(device, torch.bfloat16)
+    model = swiglu_block(size).to(device, torch.bfloat16)
     conversion(model)
     x = torch.randn(size.batch, size.length, size.width, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x).detach() * 1e-2
@@ -103,13 +100,13 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
     end_step(model)  # delayed scaling: from here scales follow the data, as in training
     row: dict[str, Any] = {"case": name}
     row["eager_ms"], row["eager_readings_ms"] = step_ms(step, device)
-    row["eager_peak_mib"] = step_peak_mib(step, device)
+    row["eager_peak_mib"] = peak_mib(step, device)
     reset()
     with no_caches(device):
         step = training_step(model, x, dy, compiled(model, device))
         first = step_seconds(step, device)
         row["ms"], row["readings_ms"] = step_ms(step, device)
-        row["peak_mib"] = step_peak_mib(step, device)
+        row["peak_mib"] = peak_mib(step, device)
     row["compile_s"] = first - row["ms"] / 1e3
     return row
 
@@ -118,7 +115,7 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
 
 
 def _hosts(device: torch.device) -> list[dict[str, Any]]:
-    """Times one tiny layer of each kind under reduce-overhead. They take turns, so that drift of the host cancels."""
+    """Time one tiny layer of each kind under reduce-overhead. They take turns, so that drift of the host cancels."""
     reset()
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": partial(linear_bench.stock, device=device)}
     makers |= {f"octavo {name}": partial(linear_bench.low, recipe=name, device=device) for name in SHIPPED}
@@ -134,13 +131,10 @@ def _hosts(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> tuple[Callable[[], None], int]:
-    """Returns one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
-    tokens, k, n = linear_bench.TINY
-    module = make(k, n)
-    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-2
+    """Return one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
+    module, (x, dy) = make(*linear_bench.TINY[1:]), batch(*linear_bench.TINY, device)
     skips = cudagraph_skips()
-    settled_step(module, x, dy)  # delayed scaling: later steps measure no amax for a cold start
+    settled_step(module, x, dy)  # delayed scaling: an uncalibrated step would measure amaxes
     step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
     for _ in range(WARMUP if device.type == "cuda" else 1):
         step()
@@ -155,37 +149,17 @@ def _host_us(step: Callable[[], None], device: torch.device) -> float:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("results"):
+    if not cases.has_rows(report):
         return ""
-    facts, size = report["machine"], report["size"]
+    size, host = report["size"], report["host"]
+    what = f"bfloat16, forward + backward, torch.compile(fullgraph=True), backend {report['backend']}"
     head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, forward + backward, "
-        f"torch.compile(fullgraph=True), backend {report['backend']}\n"
-        f"block of width {size['width']}, {size['heads']} heads, MLP {size['hidden']}; "
+        f"{cases.heading(report, what)}\nblock of width {size['width']}, {size['heads']} heads, MLP {size['hidden']}; "
         f"{size['batch']} x {size['length']} tokens"
     )
-    parts = [head + "\n" + _block_table(report["results"])]
+    text = f"{head}\n{cases.render(COLUMNS, report['results'])}"
+    if not host:
+        return text
     tokens, k, n = report["host_shape"]
-    tail = f'layer {tokens} x {k} -> {n}, mode="reduce-overhead"'
-    parts += [tail + "\n" + _host_table(report["host"])] if report["host"] else []
-    return "\n\n".join(parts)
-
-
-def _block_table(results: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            r["case"],
-            f"{r['ms']:.3f}",
-            f"{r['of_bf16']:.2f}",
-            f"{r['eager_ms']:.3f}",
-            f"{r['compile_s']:.1f}",
-            *("-" if mib is None else f"{mib:.0f}" for mib in (r["peak_mib"], r["eager_peak_mib"])),
-        ]
-        for r in results
-    ]
-    return table.render(("case", "ms", "of bf16", "eager ms", "compile s", "peak MiB", "eager peak MiB"), rows)
-
-
-def _host_table(hosts: list[dict[str, Any]]) -> str:
-    rows = [[r["case"], f"{r['us']:.0f}", f"{r['us'] - hosts[0]['us']:+.0f}", str(r["skips"])] for r in hosts]
-    return table.render(("case", "host us", "over nn.Linear", "skips"), rows)
+    rows = [r | {"over": r["us"] - host[0]["us"]} for r in host]
+    return f'{text}\n\nlayer {tokens} x {k} -> {n}, mode="reduce-overhead"\n{cases.render(HOST_COLUMNS, rows)}'

@@ -24,25 +24,31 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.gemm import grouped_mm
-from octavo.cli import machine, options
-from octavo.cli.bench import peers
-from octavo.cli.bench.timed_step import settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
-from octavo.inspection import table
+from octavo.cli import options
+from octavo.cli.bench import cases, peers
+from octavo.cli.bench.training_steps import batch, settled_step
+from octavo.cli.timing import device_ms, eager_ms
 from octavo.kernels import grouped_gemm
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import CastArgs
 from octavo.recipes import LinearQuant, recipe
+from octavo.text import table
 
 SHAPES = ((8, 16384, 4096, 14336), (64, 32768, 2048, 2048), (128, 65536, 4096, 1536))  # experts, tokens, in, out
 RECIPES = ("bf16", "fp8-delayed", "fp8-block", "fp8-current", "fp8-rowwise")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 
+FACTS = {"bias": False, "method": cases.MEDIAN}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("graph ms", "graph_ms", ".3f"), ("of bf16", "of_bf16", ".2f"),
+    ("graph of bf16", "graph_of_bf16", ".2f"), ("of floor", "of_floor", ".2f"),
+)  # fmt: skip
+
 Shape = tuple[int, int, int, int]
-Layer = Callable[[Tensor], Tensor]
 Calls = dict[str, Callable[[], object]]
+Makers = dict[str, Callable[[Tensor, int, int], nn.Module]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -52,8 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    shapes = arguments.shape or SHAPES
-    makers: dict[str, Callable[[Tensor, int, int], nn.Module]] = {"grouped_mm bf16": Stock}
+    makers: Makers = {"grouped_mm bf16": Stock}
     for name in arguments.recipes:
         makers[f"octavo {name}"] = partial(_low, recipe=name)
         if recipe(name).linear().fprop.right is not None:
@@ -61,21 +66,13 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     quantized = [name for name in arguments.recipes if recipe(name).linear().fprop.left is not None]
     if not arguments.no_peers:
         makers |= peers.grouped()
-    report |= {
-        "suite": "grouped",
-        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shapes": [],
-    }
-    for shape in shapes:
+    report["shapes"] = []
+    for shape in arguments.shape or SHAPES:
         _measure_shape(shape, makers, quantized, report["shapes"])
 
 
 def uneven(experts: int, tokens: int) -> Tensor:
-    """Returns group sizes that differ by up to a factor of three, not rounded to any multiple."""
+    """Return group sizes that differ by up to a factor of three, not rounded to any multiple."""
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.rand(experts, generator=generator, device="cpu", dtype=torch.float32) + 0.5
     sizes = (weights / weights.sum() * tokens).to(torch.int32)
@@ -112,16 +109,10 @@ def _low(splits: Tensor, k: int, n: int, recipe: str, cached: bool = False) -> n
     return _Bound(layer, splits, cached)
 
 
-def _measure_shape(
-    shape: Shape,
-    makers: dict[str, Callable[[Tensor, int, int], nn.Module]],
-    recipes: list[str],
-    shapes: list[dict[str, Any]],
-) -> None:
+def _measure_shape(shape: Shape, makers: Makers, recipes: list[str], shapes: list[dict[str, Any]]) -> None:
     experts, tokens, k, n = shape
     splits = uneven(experts, tokens).cuda()
-    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
+    x, dy = batch(tokens, k, n)
     floor = _floor_ms(shape)
     results: list[dict[str, Any]] = []
     parts: dict[str, dict[str, float]] = {}
@@ -153,14 +144,14 @@ def _timed(calls: Calls) -> dict[str, float]:
 
 
 def _floor_ms(shape: Shape) -> float:
-    """Returns the time of three GEMMs and of the casts: x, dy and w read once in bf16, written as codes both ways."""
+    """Return the time of three GEMMs and of the casts: x, dy and w read once in bf16, written as codes both ways."""
     experts, tokens, k, n = shape
     moved = 4 * (tokens * k + tokens * n + experts * n * k)
     return 3 * 2 * tokens * k * n / FLOOR[0] + moved / FLOOR[1]
 
 
 def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
-    """Returns the parts of a step as functions; the GEMMs write to buffers allocated here."""
+    """Return the parts of a step as functions; the GEMMs write to buffers allocated here."""
     experts, tokens, k, n = shape
     w = torch.randn(experts * n, k, device=x.device, dtype=torch.bfloat16)
     groups, stacked = split(splits, tokens), equal(experts, n, x.device)
@@ -191,7 +182,7 @@ def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Te
 
 
 def plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
-    """Returns the parts of a step in bf16."""
+    """Return the parts of a step in bf16."""
     experts, tokens, k, n = shape
     w = torch.randn(experts, n, k, device=x.device, dtype=torch.bfloat16)
     groups = split(splits, tokens)
@@ -205,32 +196,20 @@ def plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not any(entry["results"] for entry in report.get("shapes", ())):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
-    for entry in report["shapes"]:
-        experts, tokens, k, n = entry["shape"]
-        rows = [
-            [
-                r["case"],
-                f"{r['ms']:.3f}",
-                f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
-                f"{r['of_bf16']:.2f}",
-                f"{r['graph_of_bf16']:.2f}" if "graph_ms" in r else "-",
-                f"{r['of_floor']:.2f}" if "of_floor" in r else "-",
-            ]
-            for r in entry["results"]
-        ]
-        sizes = entry["splits"]
-        title = f"{experts} experts of {min(sizes)} to {max(sizes)} tokens, {tokens} in all, {k} -> {n}"
-        body = table.render(("case", "ms", "graph ms", "of bf16", "graph of bf16", "of floor"), rows)
-        parts.append(f"{title}\n{body}\n{_rates(entry)}")
-    return "\n\n".join(parts)
+    tables = [f"{title(e)}\n{cases.render(COLUMNS, e['results'])}\n{_rates(e)}" for e in report["shapes"]]
+    return "\n\n".join([cases.heading(report, cases.LAYER), *tables])
+
+
+def title(entry: dict[str, Any]) -> str:
+    """Return the line above the table of a shape."""
+    (experts, tokens, k, n), sizes = entry["shape"], entry["splits"]
+    return f"{experts} experts of {min(sizes)} to {max(sizes)} tokens, {tokens} in all, {k} -> {n}"
 
 
 def _rates(entry: dict[str, Any]) -> str:
-    """Returns the table of the GEMMs and the casts alone."""
+    """Return the table of the GEMMs and the casts alone."""
     _, tokens, k, n = entry["shape"]
     rows = []
     for case, ms in entry["parts_ms"].items():
@@ -238,4 +217,4 @@ def _rates(entry: dict[str, Any]) -> str:
         casts = [f"{ms[f'quantize {t}']:.3f}" if f"quantize {t}" in ms else "-" for t in ("x", "w", "dy")]
         rows.append([case, *rates, *casts, f"{ms['split']:.3f}"])
     names = ("alone", "fprop TFLOP/s", "dgrad", "wgrad", "quantize x, ms", "w", "dy", "groups")
-    return table.render(names, rows)
+    return table(names, rows)

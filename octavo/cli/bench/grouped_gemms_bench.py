@@ -23,13 +23,16 @@ import torch
 from octavo.cli import machine, options
 from octavo.cli.bench import cases, grouped_bench
 from octavo.cli.bench.grouped_bench import Calls, Shape
-from octavo.cli.timing import REPEATS, WARMUP, device_ms
-from octavo.inspection import table
+from octavo.cli.bench.training_steps import batch
+from octavo.cli.timing import device_ms
 from octavo.recipes import recipe
+from octavo.text import table
 
 SHAPES = (*grouped_bench.SHAPES, (64, 65536, 4096, 1536), (256, 65536, 4096, 1536))
 RECIPES = ("fp8-delayed", "fp8-block")
 GEMMS = ("fprop", "dgrad", "wgrad")
+FACTS = {"bias": False, "method": cases.REPLAYS}
+COLUMNS = (("ms", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f"))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,15 +41,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    report |= {
-        "suite": "grouped-gemms",
-        "machine": machine.describe(device),
-        "dtype": "bfloat16",
-        "bias": False,
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA graph replays, timed by events"},
-        "shapes": [],
-    }
+    device = machine.parse_device("cuda")
+    report["shapes"] = []
     for shape in arguments.shape or SHAPES:
         _measure_shape(shape, arguments.recipes, device, report["shapes"])
     report["experts"] = by_experts(report["shapes"])
@@ -66,16 +62,15 @@ def _measure_shape(shape: Shape, recipes: list[str], device: torch.device, shape
 
 
 def _prepare(name: str, shape: Shape, device: torch.device, calls: Calls) -> dict[str, Any]:
-    """Adds the products of a recipe to `calls`."""
+    """Add the products of a recipe to `calls`."""
     experts, tokens, k, n = shape
     splits = torch.tensor(grouped_bench.uneven(experts, tokens).tolist(), dtype=torch.int32, device=device)
-    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
-    dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-2
+    x, dy = batch(tokens, k, n, device)
     quant = recipe(name).linear()
     if quant.fprop.left is None:
-        calls |= grouped_bench.plain_parts(shape, splits, x, dy)
+        calls |= grouped_bench.plain_parts(shape, splits, x.detach(), dy)
     else:
-        calls |= grouped_bench.parts_of(quant, shape, splits, x, dy)
+        calls |= grouped_bench.parts_of(quant, shape, splits, x.detach(), dy)
     return {}
 
 
@@ -86,7 +81,7 @@ def _timed(call: Callable[[], object], shape: Shape) -> dict[str, Any]:
 
 
 def by_experts(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns, for each set of shapes that differ only in the number of experts, the milliseconds of each product by
+    """Return, for each set of shapes that differ only in the number of experts, the milliseconds of each product by
     that number, and the ratio of the largest number to the smallest."""
     found: dict[tuple[Any, ...], dict[int, float]] = {}
     for entry in sorted(shapes, key=lambda entry: entry["shape"][0]):
@@ -102,23 +97,15 @@ def by_experts(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not any(entry["results"] for entry in report.get("shapes", ())):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, matrix products alone"]
+    parts = [cases.heading(report, "bfloat16, matrix products alone")]
     for entry in report["shapes"]:
-        experts, tokens, k, n = entry["shape"]
-        sizes = entry["splits"]
-        title = f"{experts} experts of {min(sizes)} to {max(sizes)} tokens, {tokens} in all, {k} -> {n}"
-        rows = cases.render(("case", "ms", "TFLOP/s"), entry["results"], _cells)
-        parts += [f"{title}\n{rows}"] if rows else []
+        if entry["results"]:
+            parts.append(f"{grouped_bench.title(entry)}\n{cases.render(COLUMNS, entry['results'])}")
     compared = [_compared(e) for e in by_experts(report["shapes"])]
-    parts += [table.render(("tokens, in, out", "case", "ms by experts", "ratio"), compared)] if compared else []
+    parts += [table(("tokens, in, out", "case", "ms by experts", "ratio"), compared)] if compared else []
     return "\n\n".join(parts)
-
-
-def _cells(r: dict[str, Any]) -> list[str]:
-    return [f"{r['ms']:.3f}", f"{r['tflops']:.0f}"]
 
 
 def _compared(e: dict[str, Any]) -> list[str]:

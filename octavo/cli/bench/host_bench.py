@@ -28,19 +28,18 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo._torch.compilation import any_number_of_graphs, reset
-from octavo.cli import machine, options
-from octavo.cli.bench import linear_bench, peers
-from octavo.cli.bench.on_device import compiled
-from octavo.cli.bench.timed_step import settled_step, training_step
+from octavo.cli import options
+from octavo.cli.bench import cases, linear_bench, peers
+from octavo.cli.bench.training_steps import batch, compiled, settled_step, training_step
 from octavo.cli.timing import WARMUP, eager_ms, host_us
-from octavo.inspection import table
-from octavo.ops.linear import Linear
+from octavo.text import table
 
 RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
 TINY, AT_SIZE = (32, 256, 256), (8192, 4096, 4096)
 STACK = 16
 COLUMN, SECOND = "split over one rank", "a second layer"
 ROUNDS = 12
+FACTS = {"bias": False, "method": {"rounds": ROUNDS, "statistic": "median of rounds"}}
 SUBJECTS = {"layer": (1, TINY), "of a stack": (STACK, TINY), "at size": (1, AT_SIZE)}
 
 Step = Callable[[], None]
@@ -52,22 +51,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": linear_bench.stock}
+    makers: linear_bench.Makers = {"nn.Linear": linear_bench.stock}
     for place, name in enumerate(arguments.recipes):
         makers[f"octavo {name}"] = partial(linear_bench.low, recipe=name)
         if place < 2:  # next to the layer that they are compared to
-            makers[f"octavo {name}, {COLUMN}"] = partial(_column, recipe=name)
+            makers[f"octavo {name}, {COLUMN}"] = partial(linear_bench.low, recipe=name, parallel_mode="column")
             makers[f"octavo {name}, {SECOND}"] = partial(linear_bench.low, recipe=name)
     conversions = {} if arguments.no_peers else peers.conversions()
-    report |= {
-        "suite": "host",
-        "machine": machine.describe(torch.device("cuda")),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"rounds": ROUNDS, "statistic": "median of rounds"},
-        "subjects": {},
-    }
+    report["subjects"] = {}
     for subject, (layers, shape) in SUBJECTS.items():
         reset()
         with any_number_of_graphs(), _one_rank():
@@ -81,7 +72,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Makes this process the one rank of the default group inside the block, if it is not in one yet."""
+    """Make this process the one rank of the default group inside the block, if it is not in one yet."""
     if not dist.is_available() or dist.is_initialized():
         yield
         return
@@ -91,11 +82,6 @@ def _one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _column(k: int, n: int, recipe: str) -> nn.Module:
-    """Returns a layer that is split over one rank, which should cost what the layer itself does."""
-    return Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe, parallel_mode="column")
 
 
 def _stack(make: Callable[[int, int], nn.Module], layers: int, shape: tuple[int, int, int]) -> nn.Module:
@@ -109,10 +95,8 @@ def _converted(conversion: Callable[[nn.Module], None], layers: int, shape: tupl
 
 
 def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
-    """Returns the steps of a model and of its compiled form, both warmed up."""
-    tokens, k, n = shape
-    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
+    """Return the steps of a model and of its compiled form, both warmed up."""
+    x, dy = batch(*shape)
     steps = {"eager": settled_step(model, x, dy)}
     steps["compiled"] = training_step(model, x, dy, compiled(model, x.device))
     for step in steps.values():
@@ -122,7 +106,7 @@ def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
 
 
 def _readings(steps: dict[str, dict[str, Step]], layers: int, *, at_size: bool) -> dict[str, Any]:
-    """Returns the microseconds of a layer in each round, for each case and mode."""
+    """Return the microseconds of a layer in each round, for each case and mode."""
     found: dict[str, Any] = {case: {mode: [] for mode in modes} for case, modes in steps.items()}
     cases = list(steps.items())
     for _ in range(ROUNDS):
@@ -135,30 +119,29 @@ def _readings(steps: dict[str, dict[str, Step]], layers: int, *, at_size: bool) 
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("subjects"):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    parts = [cases.heading(report, cases.LAYER)]
     for subject, found in report["subjects"].items():
         layers, (tokens, k, n) = SUBJECTS[subject]
         title = f"{subject}: us of a layer of {tokens} x {k} -> {n}" + (f", {layers} in a stack" if layers > 1 else "")
-        stock = {mode: statistics.median(us) for mode, us in found["nn.Linear"].items()}
-        rows = []
-        for case, modes in found.items():
-            median = {mode: statistics.median(us) for mode, us in modes.items()}
-            rows.append([
-                case,
-                *[f"{median[mode]:.0f}" if mode in median else "-" for mode in stock],
-                *[f"{median[mode] - stock[mode]:+.0f}" if mode in median else "-" for mode in stock],
-            ])  # fmt: skip
-        parts.append(title + "\n" + table.render(("case", "eager", "compiled", "over, eager", "over, compiled"), rows))
-        if told := _beside_plain(found):
-            parts[-1] += "\n" + told
+        medians = {case: {mode: statistics.median(us) for mode, us in modes.items()} for case, modes in found.items()}
+        rows = [[case, *_cells(median, medians["nn.Linear"])] for case, median in medians.items()]
+        text = table(("case", "eager", "compiled", "over, eager", "over, compiled"), rows)
+        parts.append("\n".join(filter(None, [title, text, _beside_plain(found)])))
     return "\n\n".join(parts)
 
 
+def _cells(median: dict[str, float], stock: dict[str, float]) -> list[str]:
+    """Return the microseconds of each mode, then how far they are above those of nn.Linear."""
+    return [
+        *[f"{median[mode]:.0f}" if mode in median else "-" for mode in stock],
+        *[f"{median[mode] - stock[mode]:+.0f}" if mode in median else "-" for mode in stock],
+    ]
+
+
 def _beside_plain(found: dict[str, Any]) -> str:
-    """Returns the time of a layer that is split over one rank as a part of the plain layer's, and of a second plain
+    """Return the time of a layer that is split over one rank as a part of the plain layer's, and of a second plain
     layer's: the median of the ratios of each round."""
     lines = []
     for case, modes in found.items():

@@ -12,7 +12,7 @@ SECONDS = 300  # of one process
 
 
 def report_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs `octavo ARGUMENTS --json FILE` in another process, and returns its report. "said" is added to it: the first
+    """Run `octavo ARGUMENTS --json FILE` in another process, and return its report. "said" is added to it: the first
     assertion that failed on the GPU, or "". Raises a RuntimeError if the process wrote no report in time."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "report.json"
@@ -29,7 +29,7 @@ def report_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _assertion(text: str) -> str:
-    """Returns the first assertion that the GPU reports as failed, without the place of its thread."""
+    """Return the first assertion that the GPU reports as failed, without the place of its thread."""
     lines = [line for line in text.splitlines() if "Assertion" in line and "failed" in line]
     return lines[0][lines[0].index("Assertion") :].strip() if lines else ""
 

@@ -23,17 +23,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.cli import machine, options
-from octavo.cli.bench import peers
-from octavo.cli.bench.timed_step import peak_mib, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
+from octavo.cli import options
+from octavo.cli.bench import cases, peers
+from octavo.cli.bench.training_steps import batch, peak_mib, settled_step
+from octavo.cli.timing import device_ms, eager_ms, hosts_us
+from octavo.demo.numerics import bytes_saved
 from octavo.formats import E4M3, E5M2
-from octavo.inspection import table
 from octavo.ops.linear import Linear
 from octavo.recipes import SHIPPED
+from octavo.text import table
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192))  # tokens, in, out
 TINY, STACK = (16, 256, 256), 16
+FACTS = {"bias": False, "method": cases.MEDIAN}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("graph ms", "graph_ms", ".3f"), ("of floor", "of_floor", ".2f"), ("TFLOP/s", "tflops", ".0f"),
+    ("saved MiB", "saved_mib", ".0f"), ("peak MiB", "peak_mib", ".0f"),
+)  # fmt: skip
+
+Makers = dict[str, Callable[[int, int], nn.Module]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -43,26 +51,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    shapes = arguments.shape or SHAPES
-    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": stock}
+    makers: Makers = {"nn.Linear": stock}
     makers |= {f"octavo {name}": partial(low, recipe=name) for name in arguments.recipes}
     if not arguments.no_peers:
         makers |= peers.linears()
-    report |= {
-        "suite": "linear",
-        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "host_shape": list(TINY),
-        "host_stack": STACK,
-        "host_us": {},
-        "shapes": [],
-    }
+    report |= {"host_shape": list(TINY), "host_stack": STACK, "host_us": {}, "shapes": []}
     for name, make in makers.items():
         report["host_us"][name] = _hosts(make)
-    for shape in shapes:
+    for shape in arguments.shape or SHAPES:
         _measure_shape(shape, makers, report["shapes"])
 
 
@@ -70,37 +66,28 @@ def stock(k: int, n: int, device: torch.device | str = "cuda") -> nn.Module:
     return nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
 
 
-def low(k: int, n: int, recipe: str, device: torch.device | str = "cuda") -> nn.Module:
-    return Linear(k, n, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe)
-
-
-def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
-    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
-    return settled_step(module, x, dy)
+def low(k: int, n: int, recipe: str, device: torch.device | str = "cuda", **settings: Any) -> nn.Module:
+    return Linear(k, n, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe, **settings)
 
 
 def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
-    """Returns the host's microseconds per tiny layer, alone and in a stack."""
+    """Return the host's microseconds per tiny layer, alone and in a stack."""
     alone, stack = (hosts_us(_tiny_step(make, layers), repeats=200 // layers + 10) for layers in (1, STACK))
     return {**alone, **{f"in a stack, {name}": us / STACK for name, us in stack.items()}}
 
 
 def _tiny_step(make: Callable[[int, int], nn.Module], layers: int) -> Callable[[], None]:
-    tokens, k, n = TINY
-    return _step(nn.Sequential(*[make(k, n) for _ in range(layers)]), tokens, k, n)
+    return settled_step(nn.Sequential(*[make(*TINY[1:]) for _ in range(layers)]), *batch(*TINY))
 
 
-def _measure_shape(
-    shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]], shapes: list[dict[str, Any]]
-) -> None:
+def _measure_shape(shape: tuple[int, int, int], makers: Makers, shapes: list[dict[str, Any]]) -> None:
     tokens, k, n = shape
     floors = _floors(*shape)
     results: list[dict[str, Any]] = []
     shapes.append({"shape": list(shape), "floors": floors, "results": results})
     for name, make in makers.items():
         module = make(k, n)
-        step = _step(module, *shape)
+        step = settled_step(module, *batch(*shape))
         ms, readings = eager_ms(step)
         row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings, **_memory(module, step)}
         floor = floors["bf16_ms"] if name in ("nn.Linear", "octavo bf16") else floors["fp8_ms"]
@@ -113,24 +100,28 @@ def _measure_shape(
 
 
 def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Times torch's GEMMs of this shape, and adds the time to read three tensors once and write their codes twice."""
+    """Time torch's GEMMs of this shape, and add the time to read three tensors once and write their codes twice."""
     bf16 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=False).items()}
     fp8 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=True).items()}
-    source = torch.empty(tokens, k, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy_rate = 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
-    moved = 4 * (tokens * k + n * k + tokens * n)
+    quantize_ms = 4 * (tokens * k + n * k + tokens * n) / copy_rate(tokens, k)
     return {
         **{f"bf16_{name}_ms": ms for name, ms in bf16.items()},
         **{f"fp8_{name}_ms": ms for name, ms in fp8.items()},
-        "quantize_ms": moved / copy_rate,
+        "quantize_ms": quantize_ms,
         "bf16_ms": sum(bf16.values()),
-        "fp8_ms": sum(fp8.values()) + moved / copy_rate,
+        "fp8_ms": sum(fp8.values()) + quantize_ms,
     }
 
 
+def copy_rate(rows: int, columns: int) -> float:
+    """Return the bytes that a plain copy of a bfloat16 matrix reads and writes in a millisecond."""
+    source = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
+
+
 def gemm_floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Returns the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
+    """Return the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
     return {
         name: sum(device_ms(call)[0] for call in _gemms(tokens, k, n, quantized=name == "fp8").values())
         for name in ("bf16", "fp8")
@@ -163,50 +154,21 @@ def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callabl
     }
 
 
-def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float]:
-    """Returns the MiB kept for backward, each storage once and without parameters, and the peak of one step."""
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        step()
-    return {"saved_mib": sum(kept.values()) / 2**20, "peak_mib": peak_mib(step)}
+def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float | None]:
+    """Return the MiB kept for backward, without parameters, and the peak of one step."""
+    return {"saved_mib": bytes_saved(module, step) / 2**20, "peak_mib": peak_mib(step)}
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("host_us"):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
-        tokens, k, n = entry["shape"]
-        floors = entry["floors"]
-        rows = [
-            [
-                r["case"],
-                f"{r['ms']:.3f}",
-                f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
-                f"{r['of_floor']:.2f}",
-                f"{r['tflops']:.0f}",
-                f"{r['saved_mib']:.0f}",
-                f"{r['peak_mib']:.0f}",
-            ]
-            for r in entry["results"]
-        ]
-        header = ("case", "ms", "graph ms", "of floor", "TFLOP/s", "saved MiB", "peak MiB")
+        (tokens, k, n), floors = entry["shape"], entry["floors"]
         title = f"{tokens} x {k} -> {n}: floor {floors['fp8_ms']:.3f} ms in FP8, {floors['bf16_ms']:.3f} in bf16"
-        parts.append(title + "\n" + table.render(header, rows))
+        parts.append(f"{title}\n{cases.render(COLUMNS, entry['results'])}")
     tokens, k, n = report["host_shape"]
     title = f"host us of a step, one layer of {tokens} x {k} -> {n}, and one of a stack of {report['host_stack']}"
-    return "\n\n".join([*parts, title + "\n" + _host_table(report["host_us"])])
-
-
-def _host_table(hosts: dict[str, dict[str, float]]) -> str:
+    hosts = report["host_us"]
     rows = [[case, *[f"{us:.0f}" for us in found.values()]] for case, found in hosts.items()]
-    return table.render(("case", *next(iter(hosts.values()))), rows)
+    return "\n\n".join([*parts, f"{title}\n{table(('case', *next(iter(hosts.values()))), rows)}"])

@@ -22,7 +22,7 @@ ATTENTION = {
 
 
 def attention_order(first: str) -> AbstractContextManager[Any]:
-    """Returns a context in which attention tries the kernels of ATTENTION[first] in that order. A call traced by
+    """Return a context in which attention tries the kernels of ATTENTION[first] in that order. A call traced by
     torch.compile inside of it keeps the kernel that was chosen then."""
     return sdpa_kernel(list(ATTENTION[first]), set_priority=True)
 
@@ -42,7 +42,7 @@ class Llama(nn.Module):
 
 
 def reset(model: nn.Module, seed: int) -> None:
-    """Draws the weights: equal for equal seeds, and for models with equal parameters in equal order."""
+    """Draw the weights: equal for equal seeds, and for models with equal parameters in equal order."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -51,7 +51,7 @@ def reset(model: nn.Module, seed: int) -> None:
 
 
 def attention_kernel(size: Size, device: torch.device, first: str) -> str:
-    """Returns the name of the kernel that attention runs in bfloat16."""
+    """Return the name of the kernel that attention runs in bfloat16."""
     mix = PlainAttention(size).to(device, torch.bfloat16)
     shape = (size.batch, size.length, size.qkv_width)
     qkv = torch.zeros(shape, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -22,17 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli import machine, options
-from octavo.cli.bench import linear_bench, peers
-from octavo.cli.bench.timed_step import kept_mib, kernels_ms, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
-from octavo.demo.transformer import SwiGLU
+from octavo.cli import options
+from octavo.cli.bench import cases, linear_bench, peers
+from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, settled_step
+from octavo.cli.timing import device_ms, eager_ms, hosts_us
+from octavo.demo.transformer import MLP
 from octavo.fusion.blocks import LayerNormMLP
-from octavo.inspection import table
 
 SHAPE = (8192, 4096, 14336)  # tokens, hidden, feed-forward
 TINY = (16, 256, 512)
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+FACTS = {"bias": False, "method": cases.MEDIAN}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("graph ms", "graph_ms", ".3f"), ("kept MiB", "kept_mib", ".0f"),
+    ("of floor", "of_floor", ".2f"), ("TFLOP/s", "tflops", ".0f"), ("host us, one thread, one core", "hosts", ""),
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,7 +55,7 @@ class Stock(nn.Module):
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(hidden, eps=1e-5, device="cuda", dtype=torch.bfloat16)
-        self.mlp = SwiGLU(hidden, ffn).to("cuda", torch.bfloat16)
+        self.mlp = MLP(hidden, ffn, gated=True).to("cuda", torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.norm(x))
@@ -78,39 +82,20 @@ def _ours(hidden: int, ffn: int, recipe: str, **settings: Any) -> nn.Module:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    tokens, hidden, ffn = arguments.shape
-    recipes = arguments.recipes
-    makers: dict[str, Callable[[int, int], nn.Module]] = {"bf16 compiled": _stock}
-    makers |= {f"octavo {name}": partial(_ours, recipe=name) for name in recipes}
-    first = recipes[0]
+    shape, (first, *_) = arguments.shape, arguments.recipes
+    makers: linear_bench.Makers = {"bf16 compiled": _stock}
+    makers |= {f"octavo {name}": partial(_ours, recipe=name) for name in arguments.recipes}
     makers[f"octavo {first}, weight codes kept"] = partial(_ours, recipe=first, keep_weight_codes=True)
     makers[f"octavo {first}, not fused"] = partial(_ours, recipe=first, fused=False)
     if not arguments.no_peers:
         for name, convert in peers.conversions().items():
             makers[f"{name} compiled"] = partial(_stock, convert=convert)
-    floors = _floors(tokens, hidden, ffn)
-    report |= {
-        "suite": "mlp",
-        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shape": [tokens, hidden, ffn],
-        "host_shape": list(TINY),
-        "floors": floors,
-        "results": [],
-        "kernels": [],
-    }
+    floors = _floors(*shape)
+    report |= {"shape": list(shape), "host_shape": list(TINY), "floors": floors, "results": [], "kernels": []}
     for name, make in makers.items():
-        report["results"].append(_case(name, make, (tokens, hidden, ffn), floors))
-    step = settled_step(makers[f"octavo {first}"](hidden, ffn), *_tensors(tokens, hidden))
-    report["kernels"] = kernels_ms(step)
-
-
-def _tensors(tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return x, torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) * 1e-2
+        report["results"].append(_case(name, make, shape, floors))
+    tokens, hidden, ffn = shape
+    report["kernels"] = kernels_ms(settled_step(makers[f"octavo {first}"](hidden, ffn), *batch(tokens, hidden, hidden)))
 
 
 def _case(
@@ -118,7 +103,7 @@ def _case(
 ) -> dict[str, Any]:
     tokens, hidden, ffn = shape
     module = make(hidden, ffn)
-    x, dy = _tensors(tokens, hidden)
+    x, dy = batch(tokens, hidden, hidden)
     step = settled_step(module, x, dy)
     ms, readings = eager_ms(step)
     floor = floors["bf16_ms"] if name.startswith("bf16") else floors["fp8_ms"]
@@ -130,52 +115,34 @@ def _case(
         row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
     del module, step
     torch.cuda.empty_cache()
-    tiny = settled_step(make(*TINY[1:]), *_tensors(TINY[0], TINY[1]))
+    tiny = settled_step(make(*TINY[1:]), *batch(TINY[0], TINY[1], TINY[1]))
     return {**row, "host_us": hosts_us(tiny, repeats=200)}
 
 
 def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
     up, down = linear_bench.gemm_floors(tokens, hidden, 2 * ffn), linear_bench.gemm_floors(tokens, ffn, hidden)
-    source = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    rate = 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
     moved = (
         tokens * hidden * (4 + 4 + 6)  # x normalised into codes both ways; dy into codes both ways; the norm's backward
         + 3 * ffn * hidden * 4  # weights into codes both ways
         + tokens * ffn * (5 + 11)  # h activated into codes; h and da into codes of dh both ways, and of a
     )
+    gemms_ms, bytes_ms = up["fp8"] + down["fp8"], moved / linear_bench.copy_rate(tokens, hidden)
     return {
         "bf16_ms": up["bf16"] + down["bf16"],
-        "fp8_gemms_ms": up["fp8"] + down["fp8"],
-        "bytes_ms": moved / rate,
-        "fp8_ms": up["fp8"] + down["fp8"] + moved / rate,
+        "fp8_gemms_ms": gemms_ms,
+        "bytes_ms": bytes_ms,
+        "fp8_ms": gemms_ms + bytes_ms,
     }
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("results"):
+    if not cases.has_rows(report):
         return ""
-    facts, floors = report["machine"], report["floors"]
-    tokens, hidden, ffn = report["shape"]
-    rows = [
-        [
-            r["case"],
-            f"{r['ms']:.3f}",
-            f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
-            f"{r['kept_mib']:.0f}",
-            f"{r['of_floor']:.2f}",
-            f"{r['tflops']:.0f}",
-            ", ".join(f"{us:.0f}" for us in r["host_us"].values()),
-        ]
-        for r in report["results"]
-    ]
-    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, one thread, one core")
+    (tokens, hidden, ffn), floors = report["shape"], report["floors"]
     title = (
-        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward\n"
         f"RMSNorm, SwiGLU MLP, {tokens} x {hidden} x {ffn}: floor {floors['fp8_ms']:.3f} ms in FP8 "
         f"(GEMMs {floors['fp8_gemms_ms']:.3f}, bytes {floors['bytes_ms']:.3f}), {floors['bf16_ms']:.3f} in bf16"
     )
-    kernels = [[e["kernel"][:80], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in report["kernels"][:24]]
-    parts = [title + "\n" + table.render(header, rows)]
-    parts += [table.render(("kernel", "calls", "ms a step"), kernels)] if kernels else []
-    return "\n\n".join(parts)
+    rows = [r | {"hosts": ", ".join(f"{us:.0f}" for us in r["host_us"].values())} for r in report["results"]]
+    parts = ["\n".join([cases.heading(report, cases.LAYER), title, cases.render(COLUMNS, rows)])]
+    return "\n\n".join([*parts, *([cases.kernel_table(report["kernels"])] if report["kernels"] else [])])

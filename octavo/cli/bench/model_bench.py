@@ -41,18 +41,17 @@ from octavo._torch.compilation import reset as forget_graphs
 from octavo.cli import machine, options
 from octavo.cli.bench import cases, llama_weights, peers
 from octavo.cli.bench.llama_weights import ATTENTION, Llama, attention_order
-from octavo.cli.bench.on_device import (
+from octavo.cli.bench.training_steps import (
     Step,
     backend,
     compiled,
+    kernels_ms,
     no_caches,
-    step_kernels,
+    peak_mib,
     step_ms,
-    step_peak_mib,
     step_seconds,
 )
 from octavo.demo.llama import Size, fused_blocks, plain_blocks
-from octavo.inspection import table
 from octavo.model.attach import attach
 from octavo.model.convert import convert
 from octavo.model.layer_lookup import layers
@@ -64,9 +63,16 @@ SIZES = {
 }
 RECIPES = ("fp8-delayed",)  # with bf16 and torchao two minutes, most of them compilations; others on request
 WARMUP, REPEATS = 5, 30
-SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measure no amax for a cold start
+SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measure no amax, as an uncalibrated one does
 LEARNING_RATE = 1e-4
-LISTED = 24  # kernels in a table
+FACTS = {
+    "bias": False,
+    "method": {"warmup": WARMUP, "repeats": REPEATS, "settling": SETTLING, "statistic": "median"},
+}
+COLUMNS = (
+    ("ms", "ms", ".2f"), ("tokens/s", "tokens_per_s", ".0f"), ("of bf16", "of_bf16", ".3f"),
+    ("compile s", "compile_s", ".1f"), ("peak MiB", "peak_mib", ".0f"), ("loss", "loss", ".3f"),
+)  # fmt: skip
 
 Make = Callable[[Size, torch.device], nn.Module]  # returns the blocks
 
@@ -77,7 +83,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="full: 4 layers of width 4096, 2 x 4096 tokens; gqa: the same with 8 heads of keys and values for 32; "
         "tiny: for a CPU; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    options.add_cpu_device(parser)
     parser.add_argument(
         "--attention", choices=tuple(ATTENTION), default="cudnn", help="the kernel to try first; default: %(default)s"
     )
@@ -89,15 +95,9 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     device, size, first = machine.parse_device(arguments.device), SIZES[arguments.size], arguments.attention
     results: list[dict[str, Any]] = []
     report |= {
-        "suite": "model",
-        "machine": machine.describe(device),
-        "dtype": "bfloat16",
-        "bias": False,
         "size": vars(size),
         "attention": {"first": first, "kernel": llama_weights.attention_kernel(size, device, first)},
         "backend": backend(device),
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "settling": SETTLING, "statistic": "median"},
         "results": results,
     }
     for case, make, mode in _cases(arguments.recipes, with_peers=not arguments.no_peers):
@@ -107,7 +107,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def _cases(recipes: list[str], *, with_peers: bool) -> list[tuple[str, Make, str]]:
-    """Returns names, constructors and modes of the cases, those that matter most first: a run may be cut off."""
+    """Return names, constructors and modes of the cases, those that matter most first: a run may be cut off."""
     found: list[tuple[str, Make, str]] = [("bf16", plain_blocks, "compiled")]
     for name in recipes:
         blocks, converted = f"octavo {name}, blocks", f"octavo {name}, convert"
@@ -128,7 +128,7 @@ def _converted(size: Size, device: torch.device, conversion: Callable[[nn.Module
 
 
 def _of_bf16(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the ratio to compiled bf16, the first row, if both have a time."""
+    """Return the ratio to compiled bf16, the first row, if both have a time."""
     baseline = results[0] if results else row
     return {"of_bf16": row["ms"] / baseline["ms"]} if "ms" in row and "ms" in baseline else {}
 
@@ -150,7 +150,7 @@ class Training:
             attach(self.model, self.optimizer)
 
     def step(self) -> Tensor:
-        """Trains on new tokens, so that none is learnt by heart, and returns the loss."""
+        """Train on new tokens, so that none is learnt by heart, and return the loss."""
         return self.train(self.tokens.random_(self.size.vocabulary))
 
     def train(self, tokens: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Training:
 
 
 def _case(make: Make, size: Size, device: torch.device, mode: str, attention: str) -> dict[str, Any]:
-    """Measures the model with these blocks, eager or compiled."""
+    """Measure the model with these blocks, eager or compiled."""
     training = Training(make, size, device, attention)
     losses = [float(training.step()) for _ in range(SETTLING)]
     row: dict[str, Any] = {"mode": mode, "losses": losses}
@@ -188,8 +188,8 @@ def _readings(step: Step, size: Size, device: torch.device) -> dict[str, Any]:
         "ms": ms,
         "readings_ms": readings,
         "tokens_per_s": size.tokens / ms * 1e3,
-        "peak_mib": step_peak_mib(step, device),
-        "kernels": step_kernels(step, device),
+        "peak_mib": peak_mib(step, device),
+        "kernels": kernels_ms(step, device),
     }
 
 
@@ -197,32 +197,16 @@ def _readings(step: Step, size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("results"):
+    if not cases.has_rows(report):
         return ""
-    facts, size = report["machine"], report["size"]
+    size, kernel = report["size"], report["attention"]["kernel"]
+    what = f"bfloat16, forward + backward + AdamW, backend {report['backend']}, attention {kernel}"
     head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, "
-        f"forward + backward + AdamW, backend {report['backend']}, attention {report['attention']['kernel']}\n"
+        f"{cases.heading(report, what)}\n"
         f"{size['layers']} layers of width {size['width']}, {size['heads']} heads ({size['kv_heads']} of keys and "
         f"values), MLP {size['hidden']}, vocabulary {size['vocabulary']}; {size['batch']} x {size['length']} tokens"
     )
-    header = ("case", "ms", "tokens/s", "of bf16", "compile s", "peak MiB", "loss")
-    parts = [f"{head}\n{cases.render(header, report['results'], _cells)}"]
-    listed = [r for r in report["results"] if "blocks" in r["case"] and r.get("kernels")]
-    return "\n\n".join([*parts, *(_kernel_table(r["case"], r["kernels"]) for r in listed)])
-
-
-def _cells(r: dict[str, Any]) -> list[str]:
-    return [
-        f"{r['ms']:.2f}",
-        f"{r['tokens_per_s']:.0f}",
-        f"{r['of_bf16']:.3f}" if "of_bf16" in r else "-",
-        f"{r['compile_s']:.1f}" if "compile_s" in r else "-",
-        "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}",
-        f"{r['losses'][-1]:.3f}",
-    ]
-
-
-def _kernel_table(case: str, kernels: list[dict[str, Any]]) -> str:
-    rows = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:LISTED]]
-    return table.render((f"kernel, {case}", "calls", "ms a step"), rows)
+    rows = [r if "error" in r else r | {"loss": r["losses"][-1]} for r in report["results"]]
+    listed = [r for r in rows if "blocks" in r["case"] and r.get("kernels")]
+    tables = [cases.kernel_table(r["kernels"], f"kernel, {r['case']}") for r in listed]
+    return "\n\n".join([f"{head}\n{cases.render(COLUMNS, rows)}", *tables])

@@ -34,12 +34,11 @@ from torch import Tensor, nn
 
 from octavo._torch.compilation import reset
 from octavo._torch.gemm import grouped_mm
-from octavo.cli import machine, options
+from octavo.cli import options
 from octavo.cli.bench import cases, isolated, peers
-from octavo.cli.bench.timed_step import kept_mib, kernels_ms, peak_mib, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
+from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, peak_mib, settled_step
+from octavo.cli.timing import device_ms, eager_ms
 from octavo.errors import UnsupportedConfig
-from octavo.inspection import table
 from octavo.moe import router
 from octavo.moe.experts import Experts
 from octavo.moe.mixture import MoE
@@ -47,9 +46,15 @@ from octavo.ops.grouped_linear import GroupedLinear
 from octavo.recipes import Recipe, recipe
 
 SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
-NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
+NAMES = ("tokens", "experts", "top_k", "hidden", "feed-forward")
 RECIPES = ("fp8-delayed", "fp8-block")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
+FACTS = {"bias": False, "method": cases.MEDIAN}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("tokens/s", "tokens_per_s", ".0f"), ("of bf16", "of_bf16", ".2f"),
+    ("of floor", "of_floor", ".2f"), ("kept MiB", "kept_mib", ".0f"), ("weights MiB", "codes_mib", ".0f"),
+    ("peak MiB", "peak_mib", ".0f"),
+)  # fmt: skip
 
 Shape = tuple[int, int, int, int, int]
 
@@ -67,15 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     compiled = compiled_of(arguments.recipes, arguments.compiled)
-    report |= {
-        "suite": "moe",
-        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "dtype": "bfloat16",
-        "bias": False,
-        "peers": peers.versions(),
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shapes": [],
-    }
+    report["shapes"] = []
     shapes = arguments.shape or SHAPES
     if arguments.peer is not None:
         _measure_peer(arguments.peer, shapes[0], report["shapes"])
@@ -87,7 +84,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def compiled_of(recipes: list[str], compiled: list[str] | None) -> list[str]:
-    """Returns the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
+    """Return the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
     if compiled is None:
         return recipes
     asked = [recipe(name) for name in compiled]
@@ -106,13 +103,13 @@ class Router(nn.Module):
 
     def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
-        _, experts, self.slots, hidden, _ = shape
+        _, experts, self.top_k, hidden, _ = shape
         self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
         self.preference = _preference(experts, device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight).float() + self.preference
-        probs, indices = logits.softmax(-1).topk(self.slots)
+        probs, indices = logits.softmax(-1).topk(self.top_k)
         return probs, indices
 
 
@@ -122,7 +119,7 @@ class Stock(nn.Module):
     def __init__(self, shape: Shape, device: str = "cuda", product: peers.Product = grouped_mm) -> None:
         super().__init__()
         self.product = product
-        _, self.experts, self.slots, hidden, ffn = shape
+        _, self.experts, self.top_k, hidden, ffn = shape
         self.router = Router(shape, device)
         self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
         self.down = nn.Parameter(_weights(self.experts, hidden, ffn, device))
@@ -132,7 +129,7 @@ class Stock(nn.Module):
         flat = indices.flatten()
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
-        tokens = order // self.slots
+        tokens = order // self.top_k
         h = self.product(x[tokens], self.up.transpose(1, 2), ends)
         a, b = h.chunk(2, -1)
         y = self.product(F.silu(a) * b, self.down.transpose(1, 2), ends)
@@ -169,9 +166,9 @@ class PreferringRouter(router.Router):
 
 
 def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
-    """Returns an octavo.MoE whose router prefers the same experts as that of the other cases."""
-    _, experts, slots, hidden, ffn = shape
-    layer = MoE(hidden, ffn, experts, slots, recipe=recipe, device=device, dtype=torch.bfloat16)
+    """Return an octavo.MoE whose router prefers the same experts as that of the other cases."""
+    _, experts, top_k, hidden, ffn = shape
+    layer = MoE(hidden, ffn, experts, top_k, recipe=recipe, device=device, dtype=torch.bfloat16)
     layer.router = PreferringRouter(shape, device)
     return layer
 
@@ -186,7 +183,7 @@ def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
 
 
 def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes: list[dict[str, Any]]) -> None:
-    """Measures the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
+    """Measure the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
     whose compiled cases are measured too."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
@@ -216,7 +213,7 @@ def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes
 
 
 def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
-    """Appends a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
+    """Append a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
     results = entry["results"]
     results.append(row | _ratios(row, results[0] if results else row, entry["floor_ms"]))
 
@@ -232,7 +229,7 @@ def _add_peers(shapes: list[dict[str, Any]]) -> None:
 
 
 def _peer_row(title: str, shape: list[int]) -> dict[str, Any]:
-    """Returns the row of another library's case, measured in a process of its own."""
+    """Return the row of another library's case, measured in a process of its own."""
     report = isolated.report_of(["bench", "moe", "--shape", ",".join(map(str, shape)), "--peer", title])
     found: dict[str, Any] = report["shapes"][0]["results"][0]
     row = {key: value for key, value in found.items() if key not in ("case", "of_bf16")}  # that one is to itself
@@ -261,7 +258,7 @@ def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
 
 
 def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) -> dict[str, float]:
-    """Returns the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
+    """Return the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
     if "ms" not in row:
         return {}
     kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
@@ -270,15 +267,13 @@ def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) 
 
 
 def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
-    """Returns a settled step of the module, and its x."""
-    tokens, hidden, device = shape[0], shape[3], next(module.parameters()).device
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) * 1e-2
+    """Return a settled step of the module, and its x."""
+    x, dy = batch(shape[0], shape[3], shape[3], next(module.parameters()).device)
     return settled_step(module, x, dy), x
 
 
 def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool = True) -> dict[str, Any]:
-    """Measures a layer eager, compiled or captured."""
+    """Measure a layer eager, compiled or captured."""
     module = make()
     if way == "compiled":
         reset()  # all cases share the code of one forward, and torch compiles that only so many times
@@ -303,7 +298,7 @@ def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool
 
 
 def _codes_mib(module: nn.Module) -> float:
-    """Returns the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
+    """Return the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
     if not isinstance(module, Ours | MoE) or (isinstance(module, Ours) and module.first is not None):
         return 0.0
     fc1 = module.experts.get_submodule("fc1")
@@ -319,9 +314,9 @@ def _quantizes(chosen: Recipe) -> bool:
 
 
 def floors(shape: Shape) -> dict[str, float]:
-    """Returns the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
-    tokens, experts, slots, hidden, ffn = shape
-    rows = tokens * slots
+    """Return the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
+    tokens, experts, top_k, hidden, ffn = shape
+    rows = tokens * top_k
     gemms = 3 * 3 * 2 * rows * hidden * ffn
     # x and dy into codes both ways; h activated into codes; h and da into codes of dh both ways and of a; sums of y, dx
     moved = rows * (hidden * (4 + 4) + ffn * (5 + 11) + hidden * 4) + tokens * hidden * 8
@@ -339,33 +334,11 @@ def floors(shape: Shape) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not any(entry["results"] for entry in report.get("shapes", ())):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
-        header = ("case", "ms", "tokens/s", "of bf16", "of floor", "kept MiB", "weights MiB", "peak MiB")
-        parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
-        for name, kernels in entry["kernels"].items():
-            parts.append(_kernel_table(name, kernels))
+        parts.append(f"{title}\n{cases.render(COLUMNS, entry['results'])}")
+        parts += [cases.kernel_table(kernels, f"kernel, {name}") for name, kernels in entry["kernels"].items()]
     return "\n\n".join(parts)
-
-
-def _cells(r: dict[str, Any]) -> list[str]:
-    return [
-        f"{r['ms']:.3f}",
-        f"{r['tokens_per_s']:.0f}",
-        f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
-        f"{r['of_floor']:.2f}",
-        f"{r['kept_mib']:.0f}",
-        f"{r['codes_mib']:.0f}",
-        f"{r['peak_mib']:.0f}",
-    ]
-
-
-def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> str:
-    if any("error" in e for e in kernels):
-        return f"kernels, {name}  failed: {kernels[0]['error']}"
-    listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
-    return table.render((f"kernel, {name}", "calls", "ms a step"), listed)

@@ -29,21 +29,21 @@ def linears() -> dict[str, Callable[[int, int], nn.Module]]:
 
 
 def conversions() -> dict[str, Callable[[nn.Module], None]]:
-    """Returns functions that replace a model's nn.Linears by another library's; the suite then compiles the model."""
+    """Return functions that replace a model's nn.Linears by another library's; the suite then compiles the model."""
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")}
 
 
 def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
-    """Returns constructors of layers of many experts, which take splits and sizes."""
+    """Return constructors of layers of many experts, which take splits and sizes."""
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao rowwise, sizes in 16s": _TorchaoExperts}
 
 
 def products() -> dict[str, Callable[[], Product]]:
-    """Returns functions that import another library's product of groups of any sizes."""
+    """Return functions that import another library's product of groups of any sizes."""
     return {} if importlib.util.find_spec("torchao") is None else {"torchao rowwise": _torchao_product}
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from octavo.cli import machine, options
 from octavo.cli.bench import cases
-from octavo.cli.timing import REPEATS, WARMUP, copy_ms, device_ms
+from octavo.cli.timing import copy_ms, device_ms
 from octavo.kernels import permute as moves
 from octavo.kernels.permute import Assignments
 from octavo.moe.permutation import Permutation, sort
@@ -47,6 +47,11 @@ NAMES = ("tokens", "experts", "assignments", "hidden")
 CACHE = 50_000_000  # bytes of a Hopper GPU's L2 cache
 COPY = 2**30  # bytes of the tensor that is copied: far more than the cache
 BAR = 0.8  # of a copy
+FACTS = {"method": cases.REPLAYS, "cache_bytes": CACHE, "bar": BAR}
+COLUMNS = (
+    ("ms", "ms", ".4f"), ("MB", "mb", ".0f"), ("GB/s", "gb_per_s", ".0f"), ("of copy", "of_copy", ".2f"),
+    ("read once", "of_copy_once", ".2f"), (f"{BAR}", "reaches_bar", ""),
+)  # fmt: skip
 
 Shape = tuple[int, int, int, int]
 
@@ -65,17 +70,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    report |= {
-        "suite": "permute",
-        "machine": machine.describe(device),
-        "dtype": "bfloat16",
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA graph replays, timed by events"},
-        "cache_bytes": CACHE,
-        "bar": BAR,
-        "copy": cases.attempt("copy", partial(_copy, device)),
-        "shapes": [],
-    }
+    device = machine.parse_device("cuda")
+    report |= {"copy": cases.attempt("copy", partial(_copy, device)), "shapes": []}
     for shape in arguments.shape or SHAPES:
         _measure_shape(shape, device, report)
     after = cases.attempt("copy", partial(_copy, device))
@@ -117,7 +113,7 @@ def _timed(case: Case, once: bool, copy: float | None) -> dict[str, Any]:
 
 
 def rates(case: Case, ms: float, once: bool, copy: float | None) -> dict[str, Any]:
-    """Returns the bytes of a case and their rates, also as fractions of a copy's if that is known. `once` says how
+    """Return the bytes of a case and their rates, also as fractions of a copy's if that is known. `once` says how
     tokens are counted in "bytes"; both ways are in the result."""
     if case.once is None or case.each is None:
         return {}
@@ -164,7 +160,7 @@ class Inputs(NamedTuple):
 
 
 def calls(inputs: Inputs) -> dict[str, Case]:
-    """Returns the cases of a shape."""
+    """Return the cases of a shape."""
     routing, probs, permutation, source, _, x, rows = inputs
     sizes, positions, sources, _ = permutation
     experts, of_token = len(sizes), Assignments(positions)
@@ -216,15 +212,13 @@ def _cast(inputs: Inputs, spec: Quantizer, way: str, cast_args: CastArgs) -> Cas
 
 
 def render(report: dict[str, Any]) -> str:
-    if not any(entry["results"] for entry in report.get("shapes", ())):
+    if not cases.has_rows(report):
         return ""
-    facts = report["machine"]
-    head = f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16\n{_copy_line(report['copy'])}"
-    header = ("case", "ms", "MB", "GB/s", "of copy", "read once", f"{report['bar']}")
-    return "\n\n".join([
-        head,
-        *(f"{_title(e)}\n{cases.render(header, e['results'], _cells)}" for e in report["shapes"] if e["results"]),
-    ])  # fmt: skip
+    parts = [f"{cases.heading(report, 'bfloat16')}\n{_copy_line(report['copy'])}"]
+    for entry in filter(lambda entry: entry["results"], report["shapes"]):
+        rows = [r | {"mb": r["bytes"] / 1e6} if "bytes" in r else r for r in entry["results"]]
+        parts.append(f"{_title(entry)}\n{cases.render(COLUMNS, rows)}")
+    return "\n\n".join(parts)
 
 
 def _copy_line(copy: dict[str, Any]) -> str:
@@ -243,14 +237,3 @@ def _title(entry: dict[str, Any]) -> str:
         f"{entry['rows']} rows; "
         f"tokens are {2 * tokens * hidden / 1e6:.0f} MB, counted {counted}"
     )
-
-
-def _cells(r: dict[str, Any]) -> list[str]:
-    return [
-        f"{r['ms']:.4f}",
-        f"{r['bytes'] / 1e6:.0f}" if "bytes" in r else "-",
-        f"{r['gb_per_s']:.0f}" if "bytes" in r else "-",
-        f"{r['of_copy']:.2f}" if "of_copy" in r else "-",
-        f"{r['of_copy_once']:.2f}" if "of_copy" in r else "-",
-        r.get("reaches_bar", "-"),
-    ]

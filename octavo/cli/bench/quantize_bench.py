@@ -17,12 +17,18 @@ from typing import Any
 
 import torch
 
-from octavo.cli import machine
+from octavo.cli.bench.cases import REPLAYS, has_rows, heading
+from octavo.cli.bench.cases import render as table
 from octavo.cli.options import count
-from octavo.cli.timing import REPEATS, WARMUP, copy_ms, device_ms, host_us
+from octavo.cli.timing import copy_ms, device_ms, host_us
 from octavo.formats import E4M3, E5M2
-from octavo.inspection import table
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
+
+FACTS = {"method": REPLAYS}
+COLUMNS = (
+    ("ms", "ms", ".3f"), ("MB", "mb", ".0f"), ("TB/s", "tb_per_s", ".2f"), ("of copy", "of_copy", ".2f"),
+    ("host us", "host_us", ".0f"),
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,41 +39,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    rows, columns = arguments.rows, arguments.columns
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(arguments.rows, arguments.columns, device="cuda", dtype=torch.bfloat16)
     ms_of_copy, copy_all = copy_ms(x)
-    copy_rate = 2 * x.numel() * x.element_size() / ms_of_copy / 1e9
+    copy_rate = 2 * x.nbytes / ms_of_copy / 1e9
     copied = {"ms": ms_of_copy, "tb_per_s": copy_rate, "ms_after": None, "readings_ms": copy_all}
-    results: list[dict[str, Any]] = []
-    report |= {
-        "suite": "quantize",
-        "machine": machine.describe(x.device),
-        "shape": [rows, columns],
-        "dtype": "bfloat16",
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA graph replays, timed by events"},
-        "copy": copied,
-        "results": results,
-    }
+    report |= {"shape": list(x.shape), "copy": copied, "results": []}
     for name, call in cases(x).items():
         ms, readings = device_ms(call)
-        moved = x.numel() * x.element_size() + sum(q.nbytes() for q in call() if isinstance(q, QTensor))
+        moved = x.nbytes + sum(q.nbytes() for q in call() if isinstance(q, QTensor))
         rate = moved / ms / 1e9
-        results.append(
-            {
-                "case": name,
-                "ms": ms,
-                "bytes": moved,
-                "tb_per_s": rate,
-                "of_copy": rate / copy_rate,
-                "host_us": host_us(call),
-                "readings_ms": readings,
-            }
-        )
+        row = {"case": name, "ms": ms, "bytes": moved, "tb_per_s": rate, "of_copy": rate / copy_rate}
+        report["results"].append(row | {"host_us": host_us(call), "readings_ms": readings})
     copied["ms_after"], _ = copy_ms(x)
 
 
 def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Returns the cases: functions that quantize x both ways, by name."""
+    """Return the cases: functions that quantize x both ways, by name."""
     inverse_scale = torch.full((1,), 100.0, device=x.device, dtype=torch.float32)
     seed = torch.tensor([1, 2], device=x.device, dtype=torch.int64)
     given, gradient = Tensorwise(), Tensorwise(E5M2)
@@ -87,24 +74,10 @@ def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not report.get("results"):
+    if not has_rows(report):
         return ""
-    facts, copy = report["machine"], report["copy"]
+    copy, (rows, columns) = report["copy"], report["shape"]
     after = "" if copy["ms_after"] is None else f" (at the end: {copy['ms_after']:.3f} ms)"
-    rows = [
-        [
-            r["case"],
-            f"{r['ms']:.3f}",
-            f"{r['bytes'] / 1e6:.0f}",
-            f"{r['tb_per_s']:.2f}",
-            f"{r['of_copy']:.2f}",
-            f"{r['host_us']:.0f}",
-        ]
-        for r in report["results"]
-    ]
-    head = (
-        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; "
-        f"x {report['shape'][0]}x{report['shape'][1]} bfloat16\n"
-        f"plain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s{after}"
-    )
-    return head + "\n\n" + table.render(("case", "ms", "MB", "TB/s", "of copy", "host us"), rows)
+    head = heading(report, f"x {rows}x{columns} bfloat16")
+    copied = f"plain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s{after}"
+    return f"{head}\n{copied}\n\n{table(COLUMNS, [r | {'mb': r['bytes'] / 1e6} for r in report['results']])}"

@@ -54,7 +54,7 @@ from octavo.quant.tile import Config, Variant, group_of, group_tile, inverse_sca
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
 # backward of da and db in groups, by measured scales, or with the gradient of scales, all of which take registers; of
-# [16384, 28672] in 8 groups: 0.88 ms, 1.00, 1.03 (`python3 -m benchmarks.fused_kernels groups`); a small tile leaves
+# [16384, 28672] in 8 groups on an H200: 0.88 ms, 1.00, 1.03; a small tile leaves
 # room for more programs, which wait in turn
 GROUP_CONFIGS = (Config(32, 64, 4), Config(64, 64, 4), Config(64, 64, 8))
 MEASURING = Config(64, 64, 8)  # the pass before that: on four warps it would spill for situglu
