@@ -1,9 +1,14 @@
 """Operators of torch without a public function, and what an operator's object says about itself."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # the operators that nodes of a graph call
+
+from octavo._torch.imports import when_imported
+
+Formula = TypeVar("Formula", bound=Callable[..., int])
 
 unsafe_view = torch.ops.aten._unsafe_view  # a view that autograd takes for a tensor of its own: its base is not used
 assert_async = torch.ops.aten._assert_async.msg  # raises where a tensor is false, without a wait for the device
@@ -13,6 +18,17 @@ to_copy = torch.ops.aten._to_copy.default  # the operator behind Tensor.to
 def schema(operator: Any) -> Any:
     """An overload's arguments and results: their names, which alias, which are written."""
     return operator._schema
+
+
+def counts_flops(operator: Any) -> Callable[[Formula], Formula]:
+    """Make a function the formula by which torch's FLOP counter counts an operator. The counter imports Triton, so the
+    formula is registered when a program imports the counter."""
+
+    def register(formula: Formula) -> Formula:
+        when_imported("torch.utils.flop_counter", lambda m: m.register_flop_formula(operator, get_raw=True)(formula))
+        return formula
+
+    return register
 
 
 def operator_name(target: Any, first: Any, namespace: str) -> str:

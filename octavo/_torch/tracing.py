@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo._torch.autograd import saved_tensors_hooks
 from octavo._torch.dispatcher import dispatch_depth
+from octavo._torch.imports import when_imported
 from octavo.errors import UnsupportedConfig
 from octavo.memory import span
 
@@ -18,8 +19,22 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 def while_tracing(call: Call) -> Call:
     """Make a function run as plain Python when a compiler traces a call of it, and never in the graph, where its result
     is a constant."""
-    found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
-    return found
+    # once there is a compiler: to import it takes a second
+    when_imported("torch._dynamo", lambda dynamo: dynamo.assume_constant_result(call))
+    return call
+
+
+class Untraced:
+    """A function that ends the graph which reaches a call of it, for a reason, and then runs without a compiler.
+
+    Attributes:
+        call: the function. A compiler that traces reads it here: it is marked when there is one, as
+            torch.compiler.disable would at once, which imports the compiler.
+    """
+
+    def __init__(self, call: Callable[..., Any], reason: str) -> None:
+        self.call = call
+        when_imported("torch._dynamo", lambda dynamo: setattr(self, "call", dynamo.disable(call, reason=reason)))
 
 
 def is_watched() -> bool:

@@ -195,7 +195,7 @@ class OperationFuser:
                 return self._around(found, x, steps, channels, told)
             first, last, rule = found
             torch._dynamo.graph_break(msg=unsupported_if_fused(rule))  # under fullgraph=True this is the error
-            made: tuple[Any, list[tuple[Any, ...]]] = outside_for_fused(
+            made: tuple[Any, list[tuple[Any, ...]]] = outside_for_fused.call(
                 rule, self.ops[first:last], self._around, found, x, steps, channels, told
             )
             return made

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from octavo._torch.pytree import tree_map
-from octavo._torch.tracing import while_tracing
+from octavo._torch.tracing import Untraced, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
 from octavo.fusion.layout import Layout, Part, check_there, routed, taken_apart
@@ -306,7 +306,7 @@ class Sequential(NoTorchScript, nn.Sequential):
             if part.legacy is None:
                 x = _through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                x = outside(part.legacy, x, call.kwargs[part.first])
+                x = outside.call(part.legacy, x, call.kwargs[part.first])
             else:
                 x = part.legacy(x, **call.kwargs[part.first])
         if call.told is not None:
@@ -347,7 +347,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         text = f"The fusion {name!r} is required and was refused: {why}. {self._way_out}"
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
-            _raise_outside(text)
+            _raise_outside.call(text)
         raise UnsupportedConfig(text)
 
     # -- explain ---------------------------------------------------------------------------------------------------
@@ -440,9 +440,11 @@ def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
     return f"its pattern, {pattern}, is not among {'; '.join(there)}"
 
 
-@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
-def _raise_outside(text: str) -> None:
+def _raise(text: str) -> None:
     raise UnsupportedConfig(text)
+
+
+_raise_outside = Untraced(_raise, "octavo: a required fusion was refused")
 
 
 def _is_reason(plan: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.tracing import Untraced
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.class_checks import OP
 from octavo.fusion.custom.gradient_check import check_gradient
@@ -104,7 +105,7 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
     if torch.compiler.is_compiling():
         if op.strict:
             torch._dynamo.graph_break(msg=f"{type(op).__name__} does not compile. {_WHY}")
-        found: Tensor = outside(op, x, kwargs)
+        found: Tensor = outside.call(op, x, kwargs)
         return found
     x = x.dequantize() if isinstance(x, QTensor) else x
     params = dict(op.named_parameters(recurse=False))
@@ -134,12 +135,14 @@ _WHY = (
 )
 
 
-@torch.compiler.disable(reason=_WHY)  # type: ignore[untyped-decorator,no-untyped-call]
-def outside(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run_outside(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Run a legacy operation outside of the graph that reached it, in eager mode; raise if it is strict."""
     if op.strict:
         raise UnsupportedConfig(f"{type(op).__name__} does not compile. {_WHY}")
     return run_legacy(op, x, kwargs)
+
+
+outside = Untraced(_run_outside, _WHY)
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
@@ -183,9 +186,11 @@ def unsupported_if_fused(rule: Rule) -> str:
     return f"{rule.op.__name__} does not compile. {_WHY_FUSED}"
 
 
-@torch.compiler.disable(reason=_WHY_FUSED)  # type: ignore[untyped-decorator,no-untyped-call]
-def outside_for_fused(rule: Rule, ops: Sequence[Any], call: Any, *arguments: Any) -> Any:
+def _call_outside(rule: Rule, ops: Sequence[Any], call: Any, *arguments: Any) -> Any:
     """Run `call`, which contains a legacy fused operation, outside of the graph; raise if all of `ops` are strict."""
     if all(getattr(op, "strict", True) for op in ops):
         raise UnsupportedConfig(unsupported_if_fused(rule))
     return call(*arguments)
+
+
+outside_for_fused = Untraced(_call_outside, _WHY_FUSED)
