@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -79,9 +79,7 @@ class use:
     def __enter__(self) -> "use":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with _lock:
             _forces.remove(self)
 
