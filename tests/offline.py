@@ -35,10 +35,9 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 @cache
 def modules() -> tuple[ModuleType, ...]:
-    """Every module of the package that imports Triton, whichever way it then jits functions."""
-    files = [
-        path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^(from|import) triton", path.read_text(), re.M)
-    ]
+    """Every module of the package that imports Triton, whichever way it then jits functions, or lists variants."""
+    wanted = re.compile(r"^(from|import) triton|^def variants\(", re.M)
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if wanted.search(path.read_text())]
     names = [".".join(("octavo", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files]
     return tuple(importlib.import_module(name.removesuffix(".__init__")) for name in names)
 
