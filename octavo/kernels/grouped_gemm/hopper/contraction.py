@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from octavo._torch.triton import async_load, async_store, wait_until_read
+from octavo.kernels.grouped_gemm.hopper.quarters import QUARTER, add_scaled_quarters, hand_over_quarters
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     SIZE,
     STAGES,
@@ -124,32 +125,49 @@ def _add_scaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, sta
 
 
 @gluon.jit
-def _multiply_depth(
+def multiply_depth(
     HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches 128 far."""
-    H: gl.constexpr = SIZE // 2
-    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+    """One half of each tile's rows, where a scale reaches 128 far. The sums of a wide tile are in four parts."""
+    ACROSS: gl.constexpr = right.shape[1]
+    WIDE: gl.constexpr = ACROSS == 4 * QUARTER
+    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, ACROSS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
     group, top, n, low = place_of(gl.program_id(0), span, down, across)
     step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
     first, end = depth_of(group, block, G)
     if whole is not None:
-        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
+        if WIDE:
+            room = gl.allocate_shared_memory(whole.dtype, [4, QUARTER, QUARTER], whole.layout)
+        else:
+            room = gl.allocate_shared_memory(whole.dtype, [SIZE // 2, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_top, next_n, next_low = place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
         next_first, next_end = depth_of(next_group, block, G)
-        total, stage, phase = add_products(
-            HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
-        )
-        if whole is not None:
-            _hand_over(HALF, total, whole, room, group, top + low, n, N)
+        if WIDE:
+            one, two, three, four, stage, phase = add_scaled_quarters(
+                HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first
+            )
+            if whole is not None:
+                row = group * N + (top + low) * SIZE + HALF * QUARTER
+                hand_over_quarters(one, two, three, four, whole, room, row, n * ACROSS)
+            else:
+                write_depth(HALF, one, out, group, top + low, n * 4, N, K, ADD)
+                write_depth(HALF, two, out, group, top + low, n * 4 + 1, N, K, ADD)
+                write_depth(HALF, three, out, group, top + low, n * 4 + 2, N, K, ADD)
+                write_depth(HALF, four, out, group, top + low, n * 4 + 3, N, K, ADD)
         else:
-            write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+            total, stage, phase = add_products(
+                HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
+            )
+            if whole is not None:
+                _hand_over(HALF, total, whole, room, group, top + low, n, N)
+            else:
+                write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
         first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
@@ -161,8 +179,8 @@ def _multiply_whole_depth(
     HALF: gl.constexpr, left, right, ready, empty, out, whole, a_scale, b_scale, block,
     G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The same, where a scale reaches over all rows of a group. Those of an empty group are not read: its sum is zero
-    whatever they hold."""
+    """One half of each tile's rows, where a scale reaches over all rows of a group. Those of an empty group are not
+    read: its sum is zero whatever they hold."""
     H: gl.constexpr = SIZE // 2
     SUM: gl.constexpr = sum_layout()
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
@@ -205,9 +223,9 @@ def depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, ADD: 
     ready, empty = barriers()
     gl.warp_specialize(
         [
-            (_multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
+            (multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
                                ADD)),
-            (_multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
+            (multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
                                ADD)),
             (load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
                           span)),

@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo._torch.triton import async_load
-from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
+from octavo.kernels.grouped_gemm.hopper.row_groups import load_rows, write_rows
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     barriers,
     can_be_copied,
@@ -49,34 +48,6 @@ def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase,
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = following(stage, phase, left.shape[0])
     return total, stage, phase
-
-
-@gluon.jit
-def _load_plain(
-    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TURNED: gl.constexpr
-):
-    """a's tiles begin at packed rows: those past the group's end are multiplied like the others, and not written."""
-    DEEP: gl.constexpr = left.shape[2]
-    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
-    across = gl.cdiv(N, ACROSS)
-    total = gl.load(block + G) * across
-    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
-        start = gl.load(source + row)
-        for k in range(0, K, DEEP):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            async_load(a, [start, k], bar, left.index(stage))
-            if TURNED:
-                at = [group * group_rows + k, column * ACROSS]
-            else:
-                at = [group * group_rows + column * ACROSS, group * group_columns + k]
-            async_load(b, at, bar, right.index(stage))
-            stage, phase = following(stage, phase, left.shape[0])
-        group, row, column = next_group, next_row, next_column
 
 
 @gluon.jit
@@ -115,8 +86,8 @@ def plain_rows_kernel(
                                source, live, G, N, K, TURNED)),
             (_multiply_plain, (1, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block,
                                source, live, G, N, K, TURNED)),
-            (_load_plain, (a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns,
-                           TURNED)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns,
+                         TURNED)),
         ],
         [4, 1],
         [232, 40],
