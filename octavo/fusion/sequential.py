@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from octavo._torch.pytree import tree_map
+from octavo._torch.tensors import tree_map
 from octavo._torch.tracing import Untraced, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy

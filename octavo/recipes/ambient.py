@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo._torch.pipelining import mark_shape_inference
+from octavo._torch.modules import mark_shape_inference
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED, Recipe, recipe

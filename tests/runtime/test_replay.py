@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo._torch.guards import GUARDS
+from octavo._torch.tensors import GUARDS
 from octavo.recipes import SHIPPED
 from octavo.runtime.replay import calls, recorder, source
 from tests.support.recorded_calls import (
