@@ -27,8 +27,7 @@ class Rowwise(Overridable):
         grad_format: format of dy, E4M3 by default. E5M2 has more range: try it if gradients within a row differ by
             more than E4M3 can hold.
         pow2: True by default: inverse scales are powers of two, so that scaling loses nothing. False keeps all their
-            bits
-            and so uses all of the format's range.
+            bits and so uses all of the format's range.
         fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
             promote their sum to float32 every 128 products. Use () for the most exact sums.
 

@@ -20,10 +20,10 @@ def wide_depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, 
     ready, empty = barriers(STAGES)
     gl.warp_specialize(
         [
-            (multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
-                              ADD)),
-            (multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
-                              ADD)),
+            (multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, None, None, block,
+                              G, N, K, 0, 0, span, False, False, ADD)),
+            (multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, None, None, block,
+                              G, N, K, 0, 0, span, False, False, ADD)),
             (load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
                           span)),
         ],

@@ -1,6 +1,4 @@
-"""The compilations of cast activations that tests/offline.py makes: tiles, casts, activations, optional inputs."""
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
+"""The compilations of activations into codes: tiles, casts, activations, optional inputs."""
 
 from typing import Any
 
