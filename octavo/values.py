@@ -270,7 +270,7 @@ def names(kind: type[Value]) -> tuple[str, ...]:
 
 def _fields(value: Value | type[Value]) -> list[Field[Any]]:
     """Returns the fields in the order of the constructor: those that it takes by name alone come last."""
-    return sorted(fields(value), key=lambda field: field.kw_only)  # type: ignore[arg-type]
+    return sorted(fields(value), key=lambda field: field.kw_only is True)  # type: ignore[arg-type]
 
 
 def _format(value: Value) -> str:

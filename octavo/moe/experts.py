@@ -45,7 +45,7 @@ SETTINGS = tuple(
 
 
 def _with_storage(unsupported_reason: NotFired) -> NotFired:
-    """Adds what the refusal of the rule means for storage."""
+    """Adds what the reason against the rule means for storage."""
     if unsupported_reason.rule != "experts":
         return unsupported_reason
     return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")

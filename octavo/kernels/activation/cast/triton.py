@@ -295,7 +295,7 @@ class _Cast(NamedTuple):
     """One pass over some values: what it does with them, and the pointers and strides for that."""
 
     kind: Kind | None = None
-    pointers: _Pointers = (None,) * 7  # row, column, row_scale, column_scale, encode, observed, measured
+    pointers: _Pointers = (None,) * 7  # row, column, row_scale, column_scale, inverse_scale, running_amax, measured
     strides: tuple[int, ...] = (0, 0, 0, 0)
 
 

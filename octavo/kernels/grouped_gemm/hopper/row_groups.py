@@ -99,12 +99,12 @@ def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
 
 @gluon.jit
 def load_rows(
-    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TURNED: gl.constexpr
+    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TRANSPOSED: gl.constexpr
 ):
     """The tiles of a and b for each tile of the result, in turn. With `source`, a's rows are packed: those of a tile
     past the group's end are multiplied like the others, and not written."""
     DEEP: gl.constexpr = left.shape[2]
-    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     across = gl.cdiv(N, ACROSS)
     total = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
@@ -120,7 +120,7 @@ def load_rows(
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
             async_load(a, [start, k], bar, left.index(stage))
-            if TURNED:
+            if TRANSPOSED:
                 at = [group * group_rows + k, column * ACROSS]
             else:
                 at = [group * group_rows + column * ACROSS, group * group_columns + k]
