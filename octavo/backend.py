@@ -1,5 +1,5 @@
 """Chooses which implementation of a kernel runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs
-from SM89 on). Both have the same functions and are called twins.
+from SM89 on). Both implement the same functions.
 
 The choice follows the tensor's device. The user can force it:
 
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -79,9 +79,7 @@ class use:
     def __enter__(self) -> "use":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with _lock:
             _forces.remove(self)
 
@@ -128,7 +126,7 @@ def check_on_device(rule: Callable[[], Tensor], message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsupportedReason:
     """The reason why Triton kernels cannot run on a device, and whether the user can fix it."""
 
     why: str
@@ -136,17 +134,17 @@ class Refusal:
 
 
 @cache
-def unsupported_by_triton(device: torch.device) -> Refusal | None:
+def unsupported_by_triton(device: torch.device) -> UnsupportedReason | None:
     if device.type != "cuda":
-        return Refusal(f"Triton kernels run on CUDA tensors, and this one is on {device}")
+        return UnsupportedReason(f"Triton kernels run on CUDA tensors, and this one is on {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_TRITON_CAPABILITY:
         found, least = (f"SM{major}{minor}" for major, minor in (capability, MIN_TRITON_CAPABILITY))
         why = f"FP8 conversion in Triton needs {least} or newer, {torch.cuda.get_device_name(device)} is {found}"
         warn(f"{why}: Octavo runs its plain torch reference on {device}, which is slow.", stacklevel=2)
-        return Refusal(why)
+        return UnsupportedReason(why)
     if importlib.util.find_spec("triton") is None:
-        return Refusal("the package triton is not installed", mendable=True)
+        return UnsupportedReason("the package triton is not installed", mendable=True)
     return None
 
 

@@ -20,10 +20,11 @@ every value has a string that parses. Parsing reads a string once, from left to 
 """
 
 import ast
+import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, ClassVar, NoReturn, Self, TypeVar, dataclass_transform
 
 from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
@@ -96,7 +97,7 @@ class Value:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
+        for field in _fields(self):
             item = getattr(self, field.name)
             if type(item) is int:
                 _check_digits(item, f"{type(self).__name__}.{field.name}")
@@ -139,7 +140,7 @@ class Value:
         return self.key
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False)
+@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(dataclasses.field,))
 def register(name: str) -> Callable[[T], T]:
     """Registers a subclass of `Value` under a name, and makes it a frozen dataclass.
 
@@ -267,9 +268,14 @@ def names(kind: type[Value]) -> tuple[str, ...]:
     return tuple(name for name, cls in _BY_NAME.items() if issubclass(cls, kind))
 
 
+def _fields(value: Value | type[Value]) -> list[Field[Any]]:
+    """Returns the fields in the order of the constructor: those that it takes by name alone come last."""
+    return sorted(fields(value), key=lambda field: field.kw_only is True)  # type: ignore[arg-type]
+
+
 def _format(value: Value) -> str:
     changed = []
-    for field in fields(value):  # type: ignore[arg-type]
+    for field in _fields(value):
         item = getattr(value, field.name)
         text = _format_item(item, f"{type(value).__name__}.{field.name}")
         if field.default is MISSING or item != field.default or type(item) is not type(field.default):
@@ -398,11 +404,11 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
     except UnknownSetting:
         raise
     except TypeError as error:  # a required field is missing, or one has a type that cannot be compared
-        allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
+        allowed = ", ".join(f.name for f in _fields(cls)) or "none"
         raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(str(error))}. Fields of {word}: {allowed}.") from None
 
 
 def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
-    name, known = cls.registered_name, [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    name, known = cls.registered_name, [f.name for f in _fields(cls)]
     near, fields_known = nearest(setting, known), ", ".join(known) or "none"
     raise UnknownSetting(f"{name} has no setting {shown(setting)!r}.{near} Fields of {name}: {fields_known}.")

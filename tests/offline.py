@@ -6,8 +6,9 @@
     python -m tests.offline --every    compile every configuration for SM90, and add those that fail or spill to it
 
 Arguments carry the divisibility that a real launch would give them: without it every load is a byte wide and every
-kernel spills, so that the check would read a kernel that no launch compiles. Kernels and their configurations are found
-by name: jitted functions that end in `_kernel`, and functions `variants()`.
+kernel spills, so that the check would read a kernel that no launch compiles. Kernels are found by name, as jitted
+functions that end in `_kernel`; functions `variants()` list their configurations, beside them or in
+tests/kernel_variants.
 """
 
 import collections
@@ -65,9 +66,11 @@ def kernel_name(variant) -> str:
 def variants() -> list:
     """Every configuration as it stands, for rows in groups and for rows that are gathered, and each kernel once in
     every other way it may be called."""
-    from tests.grouped_gemm_variants import grouped_gemms
+    from tests.kernel_variants import cast_activations, gemms, norms, permutation
+    from tests.kernel_variants.grouped_gemms import grouped_gemms
 
-    found = [v for module in modules() if hasattr(module, "variants") for v in module.variants()]
+    listing = [module for module in modules() if hasattr(module, "variants")]
+    found = [v for module in (*listing, cast_activations, gemms, norms, permutation) for v in module.variants()]
     first = {kernel_name(v): v for v in reversed(found)}
     others = [other for v in first.values() for other in called_otherwise(v)]
     grouped = [in_groups(v) for v in found if follows_groups(v)]

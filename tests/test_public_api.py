@@ -197,9 +197,15 @@ def parameters(thing):
     function = constructor(thing) if inspect.isclass(thing) else thing
     if function is None:
         return []
-    names = list(inspect.signature(function).parameters)
+    names = [name for name in inspect.signature(function).parameters if not is_inherited(thing, name)]
     first = names[:1] if names[:1] in (["self"], ["cls"], ["_cls"]) else []
     return [name for name in names if name not in first and not name.startswith("_")]
+
+
+def is_inherited(thing, name):
+    """Whether a setting is a field of a class above, whose documentation describes it."""
+    parents = thing.__mro__[1:] if inspect.isclass(thing) else ()
+    return any(name in getattr(parent, "__dataclass_fields__", ()) for parent in parents)
 
 
 def raises(thing):

@@ -6,7 +6,8 @@ shortcut that a plain call could replace is a `FastPath` (`fast_paths.py`): it p
 
 The rule, which tests/test_private_torch.py enforces: outside of this folder no file imports a private module of torch
 or names a private attribute of the `torch` namespace. Re-exports here are plain, so that hot paths pay for no call.
-Compilers take seconds to import, so the functions here import them when they are called.
+Compilers take a second to import, so the functions here import them when they are called, and what Octavo changes in
+such modules it changes when the program imports them (`imports.py`).
 
 Two kinds of private names stay where they are used, and the test lists them:
 

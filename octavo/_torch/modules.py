@@ -1,9 +1,18 @@
-"""nn.Module's own tables, and the names that wrappers give to the module they hold."""
+"""Names that wrappers give to the module they hold, the hooks of optimizers, and the stages of pipelines."""
 
+import functools
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+
+from octavo._torch.imports import when_imported
+
+Block = Callable[[], AbstractContextManager[Any]]
 
 Convolution = nn.modules.conv._ConvNd  # the base of every convolution, which conversion reports by this one name
 
@@ -21,3 +30,33 @@ def uncompiled(model: Any) -> Any:
     compiled module inside of it, and has parameters of its own: only torch's class is looked into."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # seconds to import, and done by whoever compiles
     return model._orig_mod if frames is not None and isinstance(model, frames.OptimizedModule) else model
+
+
+def runs_hooks(optimizer: Any) -> bool:
+    """Whether torch's constructor has run for this very object, and wrapped the `step` that it has. Wrappers may have
+    an optimizer's class, or its attributes, with a `step` of their own."""
+    if not isinstance(optimizer, Optimizer) or "_optimizer_step_post_hooks" not in vars(optimizer):
+        return False
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def mark_shape_inference(block: Block) -> None:
+    """Run torch's inference of shapes in a block: a stage of torch 2.13 and newer runs its module once, forward and
+    backward, on memory without values. Older stages do so without gradients, and have no such methods."""
+
+    def mark(stages: ModuleType) -> None:
+        for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+            infer = getattr(stages.PipelineStage, name, None)
+            if infer is not None:
+                setattr(stages.PipelineStage, name, _inside(block, infer))
+
+    when_imported("torch.distributed.pipelining.stage", mark)
+
+
+def _inside(block: Block, infer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(infer)
+    def inferred(*arguments: Any, **keywords: Any) -> Any:
+        with block():
+            return infer(*arguments, **keywords)
+
+    return inferred

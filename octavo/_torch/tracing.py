@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo._torch.autograd import saved_tensors_hooks
 from octavo._torch.dispatcher import dispatch_depth
+from octavo._torch.imports import when_imported
 from octavo.errors import UnsupportedConfig
 from octavo.memory import span
 
@@ -18,8 +19,22 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 def while_tracing(call: Call) -> Call:
     """Make a function run as plain Python when a compiler traces a call of it, and never in the graph, where its result
     is a constant."""
-    found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
-    return found
+    # once there is a compiler: to import it takes a second
+    when_imported("torch._dynamo", lambda dynamo: dynamo.assume_constant_result(call))
+    return call
+
+
+class Untraced:
+    """A function that ends the graph which reaches a call of it, for a reason, and then runs without a compiler.
+
+    Attributes:
+        call: the function. A compiler that traces reads it here: it is marked when there is one, as
+            torch.compiler.disable would at once, which imports the compiler.
+    """
+
+    def __init__(self, call: Callable[..., Any], reason: str) -> None:
+        self.call = call
+        when_imported("torch._dynamo", lambda dynamo: setattr(self, "call", dynamo.disable(call, reason=reason)))
 
 
 def is_watched() -> bool:
@@ -35,28 +50,31 @@ def saved_elsewhere() -> bool:
     return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
+def _graph() -> Any:
+    """Return the graph being traced; None where torch.export traces, which has none yet."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # a second to import, and only a tracer gets here
+
+    try:
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+
+
 @while_tracing
 def is_inside_operator() -> bool:
     """Whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves behind
     in Python would be lost."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # seconds to import, and only a tracer gets here
-
-    try:
-        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
-    except AttributeError:  # torch.export traces without one
-        return False
-    return tracer.parent is not None
+    graph = _graph()
+    return graph is not None and graph.current_tracer.parent is not None
 
 
 @while_tracing
 def is_captured() -> bool:
     """Whether the graph being traced will be replayed as a CUDA graph."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
-    except AttributeError:
+    graph = _graph()
+    if graph is None:
         return False
+    compiler = graph.compiler_fn
     while hasattr(compiler, "_torchdynamo_orig_backend") or hasattr(compiler, "_torchdynamo_orig_callable"):
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None) or compiler._torchdynamo_orig_callable
     own = getattr(compiler, "config", None) or {}
@@ -105,11 +123,8 @@ def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device |
 def claim(tensor: Tensor) -> bool:
     """Take a caller's buffer for one write of the graph being traced; False where another write has some of it.
     Inductor moves reads of the first result behind the second write."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        graph: Any = InstructionTranslator.current_tx().output
-    except AttributeError:
+    graph = _graph()
+    if graph is None:
         return True
     first, end = span(tensor)
     taken: list[tuple[int, int]] = graph.__dict__.setdefault("_octavo_claims", [])
@@ -122,11 +137,8 @@ def claim(tensor: Tensor) -> bool:
 @while_tracing
 def is_first_in_graph(thing: Any) -> bool:
     """Whether the graph being traced asks for the first time about this Python object."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        graph: Any = InstructionTranslator.current_tx().output
-    except AttributeError:
+    graph = _graph()
+    if graph is None:
         return True
     seen: list[Any] = graph.__dict__.setdefault("_octavo_seen", [])
     if any(thing is one for one in seen):

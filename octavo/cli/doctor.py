@@ -30,9 +30,8 @@ from torch import Tensor
 
 from octavo import backend
 from octavo._torch.fast_paths import FAST_PATHS
-from octavo._torch.guards import GUARDS
 from octavo._torch.inductor import DIRECT_CALLS
-from octavo._torch.tensors import WITHOUT_DISPATCHER
+from octavo._torch.tensors import GUARDS, WITHOUT_DISPATCHER
 from octavo.cli import machine, output
 from octavo.cli.known_bad import known_bad
 from octavo.kernels import grouped_gemm

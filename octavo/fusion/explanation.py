@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.pytree import tree_map
+from octavo._torch.tensors import tree_map
 from octavo.fusion.custom.legacy import run_legacy
 from octavo.fusion.layout import extras_of, is_container, published, through
 from octavo.fusion.plan import Planned, Run, steps_of

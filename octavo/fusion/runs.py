@@ -142,7 +142,9 @@ class OperationFuser:
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             if not all([getattr(op, "strict", True) for op in self.ops[first:last]]):
                 why = ""
-            made: tuple[Any, list[tuple[Any, ...]]] = outside(why, self._around, found, x, steps, channels, records)
+            made: tuple[Any, list[tuple[Any, ...]]] = outside.call(
+                why, self._around, found, x, steps, channels, records
+            )
             return made
         given: list[tuple[Any, ...]] = []
         at = 0

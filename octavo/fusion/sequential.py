@@ -268,7 +268,7 @@ class Sequential(NoTorchScript, nn.Sequential):
             if part.legacy is None:
                 x = through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                x = outside("", run_legacy, part.legacy, x, call.kwargs[part.first])
+                x = outside.call("", run_legacy, part.legacy, x, call.kwargs[part.first])
             else:
                 x = part.legacy(x, **call.kwargs[part.first])
         if call.records is not None:
@@ -309,7 +309,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         text = f"The fusion {name!r} is required and was refused: {why}. {self._way_out}"
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
-            outside(text, None)
+            outside.call(text, None)
         raise UnsupportedConfig(text)
 
     # -- explain ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from octavo import backend
 from octavo._torch import fast_paths
 from octavo._torch.compilation import mode_options, modes
 from octavo._torch.modules import uncompiled
-from octavo._torch.pytree import tree_leaves, tree_map
+from octavo._torch.tensors import tree_leaves, tree_map
 from octavo.communication.tensor_parallel import told
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.pytree import tree_leaves, tree_map
+from octavo._torch.tensors import tree_leaves, tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.model.convert import convert
 from octavo.model.layer_lookup import layers

@@ -37,14 +37,14 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def listening(told: Callable[["Launch", tuple[Any, ...]], None] | None) -> Iterator[None]:
-    """Calls `told` after every launch of this thread."""
-    before = getattr(_threads, "told", None)
-    _threads.told = told
+def listening(listener: Callable[["Launch", tuple[Any, ...]], None] | None) -> Iterator[None]:
+    """Calls `listener` after every launch of this thread."""
+    before = getattr(_threads, "listener", None)
+    _threads.listener = listener
     try:
         yield
     finally:
-        _threads.told = before
+        _threads.listener = before
 
 
 @contextmanager
@@ -131,8 +131,8 @@ class Launch:
             self._compile(key, self._public(arguments))
         else:
             direct(self.grid, current_stream(index), [*given, *self.tail])
-        if getattr(_threads, "told", None) is not None:
-            _threads.told(self, arguments)
+        if getattr(_threads, "listener", None) is not None:
+            _threads.listener(self, arguments)
 
     def direct(self, *arguments: Any) -> Direct | None:
         """Returns the direct launch that a call with such arguments has compiled, or None."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from octavo._torch.optimizers import runs_hooks
+from octavo._torch.modules import runs_hooks
 from octavo.communication.groups import Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layer_lookup import check_model, layers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo._torch.cuda import is_capturing
-from octavo._torch.foreach import foreach_copy_
+from octavo._torch.operators import foreach_copy_
 from octavo.communication.collectives import gather, largest
 from octavo.communication.groups import Group, name_of, size_now
 from octavo.errors import UnsupportedConfig

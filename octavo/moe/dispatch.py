@@ -27,8 +27,7 @@ class Dispatched(NamedTuple):
         sizes: the number of rows of each expert of this process, int32 or int64, on the device.
         state: what `combine` needs to know of this call. `octavo.MoE` does not look at it.
         dropped: how many assignments got no row, as an int64 tensor without dims on the device; None if no assignment
-        can be
-            dropped. `MoE.overflow` and `octavo.step` report it.
+            can be dropped. `MoE.overflow` and `octavo.step` report it.
         out: a buffer [rows, hidden] in the dtype of x, which the experts' second layer writes; None lets the layer
             allocate it.
         dgrad_out: such a buffer for the gradient of the rows, which the first layer writes in backward; or None. It is
@@ -66,6 +65,10 @@ class Dispatch(Protocol):
         >>> moe = octavo.MoE(64, 96, 8, 2, dispatcher=Sorted(), recipe="fp8-block")
         >>> moe(torch.randn(10, 64)).shape
         torch.Size([10, 64])
+        >>> x, index, weights = torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), torch.tensor([[0.5], [3.0]])
+        >>> sent = Sorted().dispatch(x, index, weights, 2)
+        >>> sent.rows.flatten(), Sorted().combine(10 * sent.rows, sent).flatten()
+        (tensor([2., 1.]), tensor([ 5., 60.]))
     """
 
     def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
@@ -79,13 +82,6 @@ class Dispatch(Protocol):
 
         Returns:
             The rows, and what goes with them.
-
-        Example:
-            >>> dispatcher = octavo.moe.LocalDispatch()
-            >>> index, weights = torch.tensor([[1], [0]]), torch.ones(2, 1)
-            >>> dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, weights, 2).rows
-            tensor([[2.],
-                    [1.]])
         """
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
@@ -97,18 +93,10 @@ class Dispatch(Protocol):
 
         Returns:
             y [T, hidden], in the dtype of the rows.
-
-        Example:
-            >>> dispatcher = octavo.moe.LocalDispatch()
-            >>> index, weights = torch.tensor([[1], [0]]), torch.tensor([[0.5], [3.0]])
-            >>> sent = dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, weights, 2)
-            >>> dispatcher.combine(10 * sent.rows, sent)
-            tensor([[ 5.],
-                    [60.]])
         """
 
 
-class LocalDispatch:
+class LocalDispatch(Dispatch):
     """A dispatcher within one process, with a fixed number of rows if you like.
 
     Use it to save memory if the load is known to be lower than the most possible, and as a model for a dispatcher of
@@ -116,8 +104,7 @@ class LocalDispatch:
 
     Args:
         capacity: the number of rows. Assignments beyond are dropped, from the last expert on, and counted. None, the
-        default,
-            has a row for every assignment.
+            default, has a row for every assignment.
 
     Raises:
         UnsupportedConfig: `capacity` is no number from 0 up.
@@ -127,11 +114,6 @@ class LocalDispatch:
         >>> y = moe(torch.randn(10, 64))
         >>> moe.overflow()
         4
-        >>> dispatcher, index = octavo.moe.LocalDispatch(), torch.tensor([[1], [0]])
-        >>> sent = dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, torch.ones(2, 1), 2)
-        >>> dispatcher.combine(sent.rows, sent)
-        tensor([[1.],
-                [2.]])
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -143,17 +125,6 @@ class LocalDispatch:
         return f"LocalDispatch(capacity={self.capacity})"
 
     def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
-        """Sort the tokens by expert, as `octavo.moe.permute` does.
-
-        Args:
-            x: the tokens [T, hidden].
-            index: the experts of each token [T, K], int64; -1 for an assignment without one.
-            weights: the weight of each assignment [T, K], float32, with a gradient.
-            num_experts: the number of experts.
-
-        Returns:
-            The rows, `capacity` of them if that is given, and the number of assignments that it dropped.
-        """
         rows, permutation = permute(x, index, num_experts, capacity=self.capacity, tail="untouched")
         dropped = None
         if self.capacity is not None:
@@ -161,15 +132,6 @@ class LocalDispatch:
         return Dispatched(rows, permutation.sizes, (permutation, weights), dropped)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sum the rows of each token, as `octavo.moe.unpermute` does.
-
-        Args:
-            rows: the experts' outputs [rows, hidden].
-            dispatched: the result of `dispatch` of this call.
-
-        Returns:
-            y [T, hidden], in the dtype of the rows.
-        """
         state: Any = dispatched.state
         permutation, weights = state
         return unpermute(rows, permutation, weights, tail="untouched")

@@ -46,7 +46,7 @@ SETTINGS = tuple(
 
 
 def _with_storage(unsupported_reason: NotFired) -> NotFired:
-    """Adds what the refusal of the rule means for storage."""
+    """Adds what the reason against the rule means for storage."""
     if unsupported_reason.rule != "experts":
         return unsupported_reason
     return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")
@@ -146,9 +146,8 @@ class Experts(Sequential):
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
             indices: the experts of each token [..., K], int32 or int64. -1 drops the assignment: it adds nothing to y.
-            Any
-                other index of no expert raises on a CPU, and drops the assignment on a GPU, whose values are not read,
-                and in a graph. Or a `Permutation` that `octavo.moe.sort` made of such an index.
+                Any other index of no expert raises on a CPU, and drops the assignment on a GPU, whose values are not
+                read, and in a graph. Or a `Permutation` that `octavo.moe.sort` made of such an index.
             probs: the weight of each assignment [..., K], in float32 or in x's dtype. It receives a gradient.
             is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
                 `octavo.GroupedLinear`.
@@ -162,14 +161,6 @@ class Experts(Sequential):
             UnsupportedDtype: x, `indices` or `probs` has the wrong dtype.
             UnsupportedDevice: `indices` or `probs` is on another device than x.
             UnsupportedConfig: on a CPU, an index is neither an expert's nor -1.
-
-        Example:
-            >>> experts = octavo.moe.Experts(4, 64, 96, activation="gelu", recipe="fp8-current")
-            >>> x = torch.randn(2, 5, 64, requires_grad=True)
-            >>> y = experts(x, torch.randint(0, 4, (2, 5, 2)), torch.rand(2, 5, 2))
-            >>> y.sum().backward()
-            >>> x.grad.shape
-            torch.Size([2, 5, 64])
         """
         extras = self._extras(input, indices, probs)
         flag = {"is_first_microbatch": is_first_microbatch}
@@ -192,18 +183,12 @@ class Experts(Sequential):
 
         Returns:
             The report of `Sequential.explain`, which prints as text.
-
-        Example:
-            >>> experts = octavo.moe.Experts(4, 64, 96, recipe="fp8-block")
-            >>> x, indices = torch.randn(10, 64), torch.randint(0, 4, (10, 2))
-            >>> experts.explain(x, indices, torch.rand(10, 2)).fired
-            ('experts',)
         """
         rows = input if input.dim() == 2 else input.flatten(0, -2)
-        told = super().explain(rows, *self._extras(input, indices, probs))
+        report = super().explain(rows, *self._extras(input, indices, probs))
         if self.fc1_output_storage == "unquantized":
-            return told
-        return told._replace(refused=tuple(map(_with_storage, told.refused)))
+            return report
+        return report._replace(refused=tuple(map(_with_storage, report.refused)))
 
     def _extras(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
@@ -233,11 +218,8 @@ class Experts(Sequential):
         else:
             _check_range(index, self.num_experts)
             permutation = sort(index.reshape(-1, assignments), self.num_experts)
-        sizes, positions, rows = (
-            permutation.sizes,
-            permutation.positions.reshape(-1, assignments),
-            permutation.assignments,
-        )
+        sizes, positions, rows, _ = permutation
+        positions = positions.reshape(-1, assignments)
         return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, assignments)
 
     def _checked(self, permutation: Permutation) -> Permutation:

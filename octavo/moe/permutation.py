@@ -36,10 +36,9 @@ class Permutation(NamedTuple):
         sizes: the number of rows of each expert [E], int64, pads included. Pass them to `octavo.GroupedLinear`.
         positions: the row of each assignment [..., K], int32; -1 for an assignment that was dropped.
         assignments: the assignment that each row comes from [rows], int32, counted through the flattened positions; -1
-        for a pad,
-            -2 for a row after the last expert.
+            for a pad, -2 for a row after the last expert.
         experts: of a mask, the expert of each assignment [..., K], int32; -1 for an assignment that is left. None for
-        an index.
+            an index.
 
     Example:
         >>> permutation = octavo.moe.sort(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
@@ -80,8 +79,7 @@ def sort(
         top_k: of a mask, the most experts of a token; those beyond are dropped. None, the default, allows for all
             experts, which takes more memory and time.
         capacity: the number of rows. Assignments whose row would come after them are dropped, from the last expert on.
-        None,
-            the default, has room for every assignment and every pad.
+            None, the default, has room for every assignment and every pad.
         align: fill up the rows of each expert with pads to a multiple of this number.
 
     Returns:
@@ -198,8 +196,7 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
         rows: the rows [rows, D] of the permutation, in float32, bfloat16 or float16.
         permutation: the permutation that `permute` or `sort` returned.
         probs: the probability of each assignment, in one of these dtypes: [..., K] if the map was an index, [..., E] if
-        it
-            was a mask. None, the default, adds the rows as they are.
+            it was a mask. None, the default, adds the rows as they are.
         tail: the gradients of rows after the last expert: "zero" writes zeros, "untouched" leaves any values there.
             Those of pads are zero.
 
@@ -225,8 +222,7 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
     if rows.dim() != 2 or rows.shape[0] != assignments.shape[0]:
         raise UnsupportedShape(
             f"unpermute takes the {assignments.shape[0]} rows of the permutation, [rows, D], got {tuple(rows.shape)}. "
-            "Pass "
-            "the rows that were made from what permute returned, with its tail."
+            "Pass the rows that were made from what permute returned, with its tail."
         )
     _check_device("the rows", rows, permutation)
     experts = None
@@ -244,8 +240,7 @@ def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
 
     Args:
         probs: the probability of each assignment, in float32, bfloat16 or float16: [..., K] if the map was an index,
-        [..., E]
-            if it was a mask.
+            [..., E] if it was a mask.
         permutation: the permutation that `permute` or `sort` returned.
 
     Returns:

@@ -366,7 +366,7 @@ class GroupedLinear(SplitGroupedLinear):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
+            y: Tensor = outside.call(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
         if torch.compiler.is_compiling():
             self._now("_settle_with_weight")

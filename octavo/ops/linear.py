@@ -211,7 +211,7 @@ class Linear(SplitLinear, nn.Linear):
             if is_inside_operator():
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            return outside(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
+            return outside.call(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
         x = input if type(input) is QTensor else _cast(input, self)
         as_nodes = takes_nodes([self])
         parallel = self._split_over_ranks()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import FakeTensor, as_real_as, runs_on_shapes
-from octavo._torch.tracing import while_tracing
+from octavo._torch.tracing import Untraced, while_tracing
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig, warn
 from octavo.formats import FLOATS
@@ -612,11 +612,13 @@ def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-@torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
-def outside(module: Quantized, why: str, *arguments: Any) -> Any:
+def _forward_outside(module: Quantized, why: str, *arguments: Any) -> Any:
     """Runs the module eagerly, outside the graph: raises if it is strict, else warns once."""
     module._refuse(why)
     return module.forward(*arguments)
+
+
+outside = Untraced(_forward_outside, "octavo: this layer cannot be part of a graph")
 
 
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:

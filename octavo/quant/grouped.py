@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo._torch.fakes import is_fake
-from octavo._torch.pytree import register_pytree_node
+from octavo._torch.tensors import register_pytree_node
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant import scale_blocks
 from octavo.quant.groups import BLOCK, Groups

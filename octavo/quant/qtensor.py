@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo._torch.pytree import register_pytree_node
+from octavo._torch.tensors import register_pytree_node
 from octavo.errors import UnsupportedShape
 from octavo.quant.proto import TensorProto
 

@@ -7,12 +7,11 @@ forward again in a thread of its own.
 """
 
 import threading
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from octavo._torch.pipelining import mark_shape_inference
+from octavo._torch.modules import mark_shape_inference
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED, Recipe, recipe
@@ -76,9 +75,7 @@ class autocast:
         ambient.recipe = self.recipe
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         ambient.recipe, ambient.outer = ambient.outer  # type: ignore[misc,assignment]
 
 
@@ -125,9 +122,7 @@ class microbatch:
         ambient.first = self.first
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         ambient.first, ambient.outer_first = ambient.outer_first  # type: ignore[misc,assignment]
 
 
@@ -155,9 +150,7 @@ class dry_run:
         process.dry += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         process.dry -= 1
 
 

@@ -20,15 +20,3 @@ class BF16(Recipe):
     def gemms(self) -> LinearQuant:
         plain = GemmQuant(mode="high_precision")
         return LinearQuant(plain, plain, plain)
-
-    def linear(self) -> LinearQuant:
-        """Returns the three GEMMs of the recipe, all in high precision.
-
-        Returns:
-            Three GEMMs without quantizers.
-
-        Example:
-            >>> octavo.recipes.BF16().linear().wgrad.left is None
-            True
-        """
-        return self.gemms()

@@ -5,14 +5,14 @@ blocks: training diverges.
 """
 
 from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.formats import E4M3, Format
 from octavo.quant import Block1D, Block2D
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("fp8-block")
-class Block(Recipe):
+class Block(Overridable):
     """`fp8-block`: FP8 with a scale for every 128 elements of x and dy, and for every 128x128 block of w.
 
     Use it if outliers cost `fp8-current` accuracy and a scale for each row is too coarse. It has no state. Every GEMM
@@ -27,13 +27,8 @@ class Block(Recipe):
             their bits and so uses all of the format's range.
         grad_format: format of dy, E4M3 by default. E5M2 has more range, but Hopper's block GEMM does not take it:
             dgrad and wgrad are then emulated.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -46,10 +41,6 @@ class Block(Recipe):
 
     scale: str = "pow2"
     grad_format: Format = E4M3
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
 
     def gemms(self) -> LinearQuant:
         x, w, dy = Block1D(scale=self.scale), Block2D(scale=self.scale), Block1D(self.grad_format, self.scale)
@@ -57,5 +48,4 @@ class Block(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_format(self.grad_format, (E4M3, E5M2), what="Block.grad_format")
         check_choice(self.scale, ("pow2", "fp32"), what="Block.scale")

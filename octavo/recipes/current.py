@@ -3,14 +3,16 @@
 E4M3 forward, E5M2 for gradients. One outlier affects its whole tensor; `fp8-rowwise` and `fp8-block` confine it.
 """
 
-from octavo.formats import E4M3, E5M2, Format, check_format
+from dataclasses import field
+
+from octavo.formats import E4M3, E5M2, Format
 from octavo.quant import Tensorwise
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("fp8-current")
-class Current(Recipe):
+class Current(Overridable):
     """`fp8-current`: FP8 with one scale for each tensor, from the tensor's own amax.
 
     Use it first: it is simple and has no state. It reads each tensor twice, for the amax and for the cast. One outlier
@@ -27,15 +29,10 @@ class Current(Recipe):
             up to half of the format's range stays unused.
         eps: lower bound of the amax, 0.0 by default. Raise it to bound the inverse scale of tensors that are
             almost zero.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
         fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
             promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -51,11 +48,7 @@ class Current(Recipe):
     grad_format: Format = E5M2
     pow2: bool = False
     eps: float = 0.0
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
-    fast: tuple[str, ...] = ("fprop",)
+    fast: tuple[str, ...] = field(default=("fprop",), kw_only=True)  # after the overrides
 
     def gemms(self) -> LinearQuant:
         x, dy = (Tensorwise(fmt, self.pow2, self.eps) for fmt in (E4M3, self.grad_format))
@@ -63,5 +56,4 @@ class Current(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_format(self.grad_format, (E4M3, E5M2), what="Current.grad_format")
         Tensorwise(E4M3, self.pow2, self.eps)  # raises for settings it cannot take

@@ -3,16 +3,18 @@
 The only recipe with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
 """
 
+from dataclasses import field
+
 from octavo.errors import UnsupportedConfig, check_choice
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.formats import E5M2, Format
 from octavo.quant import Tensorwise
 from octavo.recipes.amax_algorithms import ALGORITHMS, COLD_STARTS, check_margin
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("fp8-delayed")
-class Delayed(Recipe):
+class Delayed(Overridable):
     """`fp8-delayed`: FP8 with one scale for each tensor, from its amaxes in earlier steps.
 
     Use it where the casts cost time: the scale is known beforehand, so a kernel reads each tensor once, and a fused
@@ -33,15 +35,10 @@ class Delayed(Recipe):
             and saturate.
         cold_start: "current", the default, scales a tensor by its own amax until a step has seen it. "one" starts with
             an inverse scale of 1 and measures nothing, which flushes gradients below 2^-17 to zero in the first step.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
         fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
             promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -60,11 +57,7 @@ class Delayed(Recipe):
     algorithm: str = "max"
     margin: int = 0
     cold_start: str = "current"
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
-    fast: tuple[str, ...] = ("fprop",)
+    fast: tuple[str, ...] = field(default=("fprop",), kw_only=True)  # after the overrides
 
     stateful = True
 
@@ -74,7 +67,6 @@ class Delayed(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_format(self.grad_format, (E4M3, E5M2), what="Delayed.grad_format")
         check_choice(self.algorithm, ALGORITHMS, what="Delayed.algorithm")
         check_choice(self.cold_start, COLD_STARTS, what="Delayed.cold_start")
         if type(self.history) is not int or not 1 <= self.history <= 2**20:

@@ -4,15 +4,15 @@
 """
 
 from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.formats import E4M3, Format
 from octavo.quant import MX
 from octavo.quant.mx import ROUNDINGS
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("mxfp8")
-class MXFP8(Recipe):
+class MXFP8(Overridable):
     """`mxfp8`: OCP microscaling, FP8 with a power-of-two scale byte for every 32 elements along each contraction.
 
     Use it for the finest scales among the FP8 recipes, and to study how a model trains in MXFP8. It has no state.
@@ -29,13 +29,8 @@ class MXFP8(Recipe):
         grad_format: format of dy, E4M3 by default; E5M2 has more range and one mantissa bit less.
         square_weights: False by default. True scales weights in 32x32 blocks, so that one set of codes serves fprop
             and dgrad: less memory for weight codes, and coarser scales.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -48,10 +43,6 @@ class MXFP8(Recipe):
     rounding: str = "rceil"
     grad_format: Format = E4M3
     square_weights: bool = False
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
 
     def gemms(self) -> LinearQuant:
         x, dy = MX(E4M3, self.rounding), MX(self.grad_format, self.rounding)
@@ -60,6 +51,5 @@ class MXFP8(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_format(self.grad_format, (E4M3, E5M2), what="MXFP8.grad_format")
         check_choice(self.rounding, ROUNDINGS, what="MXFP8.rounding")
         check_choice(self.square_weights, (False, True), what="MXFP8.square_weights")

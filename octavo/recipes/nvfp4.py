@@ -6,12 +6,12 @@ The published recipe keeps about one linear layer in six, in the first and the l
 
 from octavo.errors import check_choice
 from octavo.quant import NVFP4 as NVFP4Quantizer
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("nvfp4")
-class NVFP4(Recipe):
+class NVFP4(Overridable):
     """`nvfp4`: four-bit codes (E2M1) with a scale byte for every 16 elements and one float32 scale for each tensor.
 
     Use it to study how a model trains in four bits; Octavo emulates its GEMMs on GPUs, which saves no time. Keep some
@@ -29,13 +29,8 @@ class NVFP4(Recipe):
             False saves that work.
         square_weights: True by default: weights are scaled in 16x16 blocks, so that forward and backward multiply the
             same weight values. False scales 1x16 blocks along each contraction: finer scales, two sets of codes.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -49,10 +44,6 @@ class NVFP4(Recipe):
     stochastic: bool = True
     rht: bool = True
     square_weights: bool = True
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
 
     def gemms(self) -> LinearQuant:
         return LinearQuant.of(

@@ -7,10 +7,11 @@
 A user picks a `Recipe`; `linear()` resolves it to a `LinearQuant`, which is all that a layer sees.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from octavo.errors import UnsupportedConfig, check_choice
+from octavo.formats import E4M3, E5M2, check_format
 from octavo.quant.pairs import check_pair
 from octavo.quant.quantizer import Quantizer
 from octavo.values import Value, shown
@@ -141,9 +142,16 @@ class Recipe(Value):
     """Base class of recipes: how the three GEMMs of a linear layer are quantized.
 
     Pass a recipe, or its string, to `octavo.convert`, `octavo.autocast` or a layer. A recipe of your own is a
-    registered subclass that declares its settings and defines `gemms`. It gets the overrides that Octavo's recipes
-    have if it declares fields of these names: fprop, dgrad, wgrad ("quantized" or "bf16"), backward ("quantized",
-    "high_precision" or "dequantized").
+    registered subclass that declares its settings and defines `gemms`. Every recipe but `bf16` takes these overrides,
+    by name; one of your own takes those that it declares as fields:
+
+        fprop      "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision
+        dgrad      "quantized" by default; "bf16" does so for the GEMM of dx
+        wgrad      "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first
+                   if training with quantized gradients loses accuracy
+        backward   "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+                   keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w
+                   and x stand for
 
     Args:
         *args: the subclass's settings, in order.
@@ -224,6 +232,21 @@ class Recipe(Value):
                 "Use backward='high_precision' with it."
             )
         check_gemm_names(getattr(self, "fast", ()), what=f"{name}.fast")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Overridable(Recipe):
+    """The base of recipes that quantize: the overrides as fields. They are keywords, so that a recipe's own settings
+    come first, in calls and in its string."""
+
+    fprop: str = field(default="quantized", kw_only=True)
+    dgrad: str = field(default="quantized", kw_only=True)
+    wgrad: str = field(default="quantized", kw_only=True)
+    backward: str = field(default="quantized", kw_only=True)
+
+    def validate(self) -> None:
+        super().validate()
+        check_format(getattr(self, "grad_format", E4M3), (E4M3, E5M2), what=f"{type(self).__name__}.grad_format")
 
 
 def check_gemm_names(names: object, *, what: str) -> None:

@@ -3,14 +3,16 @@
 `wgrad="bf16"` keeps the weight gradient, which sums over all tokens, in the operands' own precision.
 """
 
-from octavo.formats import E4M3, E5M2, Format, check_format
+from dataclasses import field
+
+from octavo.formats import E4M3, Format
 from octavo.quant import Rowwise as RowwiseQuantizer
-from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.recipes.recipe import LinearQuant, Overridable
 from octavo.values import register
 
 
 @register("fp8-rowwise")
-class Rowwise(Recipe):
+class Rowwise(Overridable):
     """`fp8-rowwise`: FP8 with one scale for each row of each operand.
 
     Use it if outliers in single tokens or channels cost `fp8-current` accuracy: an outlier reduces the resolution of
@@ -25,17 +27,11 @@ class Rowwise(Recipe):
         grad_format: format of dy, E4M3 by default. E5M2 has more range: try it if gradients within a row differ by
             more than E4M3 can hold.
         pow2: True by default: inverse scales are powers of two, so that scaling loses nothing. False keeps all their
-            bits
-            and so uses all of the format's range.
-        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
-        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
-        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
-            training with quantized gradients loses accuracy.
-        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
-            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
-            stand for.
+            bits and so uses all of the format's range.
         fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
             promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Overrides of single GEMMs, which `octavo.recipes.Recipe` describes: fprop, dgrad, wgrad, backward.
 
     Raises:
         UnsupportedConfig: a setting has a value without a meaning.
@@ -49,11 +45,7 @@ class Rowwise(Recipe):
 
     grad_format: Format = E4M3
     pow2: bool = True
-    fprop: str = "quantized"
-    dgrad: str = "quantized"
-    wgrad: str = "quantized"
-    backward: str = "quantized"
-    fast: tuple[str, ...] = ("fprop",)
+    fast: tuple[str, ...] = field(default=("fprop",), kw_only=True)  # after the overrides
 
     def gemms(self) -> LinearQuant:
         x, dy = (RowwiseQuantizer(fmt, self.pow2) for fmt in (E4M3, self.grad_format))
@@ -61,5 +53,4 @@ class Rowwise(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_format(self.grad_format, (E4M3, E5M2), what="Rowwise.grad_format")
         RowwiseQuantizer(E4M3, self.pow2)  # raises for settings it cannot take

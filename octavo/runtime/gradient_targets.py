@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octavo._torch.foreach import foreach_add_, foreach_copy_
+from octavo._torch.operators import foreach_add_, foreach_copy_
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.memory import joined_rows, overlaps_itself, span
 

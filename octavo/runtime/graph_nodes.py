@@ -41,10 +41,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
-from torch.utils.flop_counter import register_flop_formula
 
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
 from octavo._torch.inductor import DIRECT_CALLS, call_directly, is_loaded
+from octavo._torch.operators import counts_flops
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.memory import refuse_shared_memory, span
@@ -340,13 +340,13 @@ def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | N
 _run.register_autograd(_run_backward, setup_context=_set_up)
 
 
-@register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
+@counts_flops(torch.ops.octavo.run)
 def _(tensors: list[Tensor], call: str, **_: Any) -> int:
     parsed = node_call(call)
     return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
 
 
-@register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
+@counts_flops(torch.ops.octavo.run_bwd)
 def _(tensors: list[Tensor], call: str, mask: str, copies: bool, **_: Any) -> int:
     parsed = node_call(call)
     saved, dys = parsed.split(tensors, mask)
@@ -381,7 +381,7 @@ def _define_into(name: str, places: int) -> Any:
     def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
         return _in_places(_fakes(node_call(call), tensors), out, places)
 
-    @register_flop_formula(getattr(torch.ops.octavo, name), get_raw=True)  # type: ignore[untyped-decorator]
+    @counts_flops(getattr(torch.ops.octavo, name))
     def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
         parsed = node_call(call)
         return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo._torch.fakes import FakeTensor
-from octavo._torch.foreach import foreach_copy_
+from octavo._torch.operators import foreach_copy_
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
 from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.scale import FLOAT32_MAX, inverse_scale_from

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo._torch.foreach import foreach_copy_
+from octavo._torch.operators import foreach_copy_
 from octavo.scaling.delayed_state import DelayedState, update_all
 
 

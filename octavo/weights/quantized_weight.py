@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from octavo._torch.dispatcher import no_torch_function
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.operators import schema, to_copy
-from octavo._torch.pytree import tree_map
-from octavo._torch.tensors import PARAMETER_MARK, wrapper_subclass
+from octavo._torch.tensors import PARAMETER_MARK, tree_map, wrapper_subclass
 from octavo.errors import UnsupportedConfig
 from octavo.quant.qtensor import Join, Parts
 from octavo.recipes import Recipe

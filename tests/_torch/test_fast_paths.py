@@ -8,11 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
-import octavo._torch.guards as guards_module
 from octavo._torch import inductor, tensors
 from octavo._torch.fast_paths import FAST_PATHS, FastPath, Undecided, off
-from octavo._torch.guards import GUARDS
-from octavo._torch.tensors import WITHOUT_DISPATCHER
+from octavo._torch.tensors import GUARDS, WITHOUT_DISPATCHER
 from octavo.cli import doctor, main
 from octavo.launch import DIRECT_LAUNCHES
 from octavo.runtime.replay import calls
@@ -150,7 +148,7 @@ def test_a_check_needs_nothing_of_its_surroundings(path):
 
 
 def test_guards_that_miss_a_difference_are_off(monkeypatch):
-    monkeypatch.setattr(guards_module, "same_layouts", lambda tensors: lambda *others: True)
+    monkeypatch.setattr(tensors, "same_layouts", lambda tensors: lambda *others: True)
     GUARDS.forget()
     try:
         assert not GUARDS.is_on()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo._torch.guards import GUARDS
+from octavo._torch.tensors import GUARDS
 from octavo.recipes import SHIPPED
 from octavo.runtime.replay import calls, recorder, source
 from tests.support.recorded_calls import (
@@ -541,11 +541,11 @@ def test_addresses_of_views(inference, monkeypatch):
             torch.ops.aten.lift_fresh(x), torch.ops.aten.lift_fresh(x)[2:], fresh.view(2, 2)[1], x[4:], None,
             copy[1:], turned[1:], x.reshape(2, 2)[1],
         )  # fmt: skip
-        if launch._threads.told is not None:
-            launch._threads.told(stub, views)
+        if launch._threads.listener is not None:
+            launch._threads.listener(stub, views)
         return None, [fresh, copy, turned]
 
-    launch._threads.told = None
+    launch._threads.listener = None
     for _ in range(4):
         x = numbers("cpu")
         with torch.inference_mode(inference):  # where torch shows aten.to and aten.reshape themselves
@@ -580,11 +580,11 @@ def test_zeros_that_kernels_get_are_one_allocation(monkeypatch):
         leaves, read = torch.zeros(2), torch.zeros(1)
         pointers = first, second, third, third[64:], first[2:], leaves, read, x
         stub.launch(0, 0, 0, 0, *[t.data_ptr() for t in pointers])
-        if launch._threads.told is not None:
-            launch._threads.told(stub, pointers)
+        if launch._threads.listener is not None:
+            launch._threads.listener(stub, pointers)
         return None, [x, leaves, read + 1]
 
-    launch._threads.told = None
+    launch._threads.listener = None
     for i in range(5):
         x = numbers("cpu") + i
         found = call([x], work)[1]
@@ -636,8 +636,8 @@ def test_room_that_is_used_in_another_form(view, used, monkeypatch):
     def work(tensors):
         room = torch.empty(2, 3)
         stub.launch(None, None, None, None, room.data_ptr())
-        if launch._threads.told is not None:
-            launch._threads.told(stub, (room,))
+        if launch._threads.listener is not None:
+            launch._threads.listener(stub, (room,))
         seen = view(room)
         launched.append(1)
         if used == "as a view":

@@ -211,8 +211,8 @@ def test_kernels_find_zeros_in_every_replay(size, returned, monkeypatch):
         for kernel in kernels:
             room = torch.zeros(size)
             kernel.launch(0, 0, 0, 0, room.data_ptr(), *kernel.tail)
-            if launch._threads.told is not None:
-                launch._threads.told(kernel, (room,))
+            if launch._threads.listener is not None:
+                launch._threads.listener(kernel, (room,))
             made.append(room)
         return None, [tensors[0] + 1, *(made if returned else ())]
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.gemm import grouped_mm
+from octavo._torch.operators import grouped_mm
 from octavo.cli import options
 from octavo.cli.bench import cases, peers
 from octavo.cli.bench.training_steps import batch, settled_step

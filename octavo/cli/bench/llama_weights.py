@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from octavo._torch.sdpa import chosen_backend
+from octavo._torch.operators import chosen_backend
 from octavo.demo.llama import PlainAttention, Size
 from octavo.demo.transformer import Device, float32_on
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo._torch.compilation import reset
-from octavo._torch.gemm import grouped_mm
+from octavo._torch.operators import grouped_mm
 from octavo.cli import options
 from octavo.cli.bench import cases, isolated, peers
 from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, peak_mib, settled_step

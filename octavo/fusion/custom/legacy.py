@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.tracing import Untraced
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.class_functions import FUSER, OP
 from octavo.fusion.custom.returned_values import check_gradient, dtype_name
@@ -106,7 +107,7 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         why = not_compiled(type(op), OP, "set strict=False on it, to run it outside") if op.strict else ""
         if why:
             torch._dynamo.graph_break(msg=why)
-        outer: Tensor = outside(why, run_legacy, op, x, kwargs)
+        outer: Tensor = outside.call(why, run_legacy, op, x, kwargs)
         return outer
     x = x.dequantize() if isinstance(x, QTensor) else x
     where = f"{type(op).__name__}.op_backward"
@@ -182,9 +183,11 @@ _WHY_OUTSIDE = (
 )
 
 
-@torch.compiler.disable(reason=_WHY_OUTSIDE)  # type: ignore[untyped-decorator,no-untyped-call]
-def outside(why: str, function: Any, *arguments: Any) -> Any:
+def _call_outside(why: str, function: Any, *arguments: Any) -> Any:
     """Run a function outside of the graph that reached it, in eager mode; raise if there is a reason not to."""
     if why:
         raise UnsupportedConfig(why)
     return function(*arguments)
+
+
+outside = Untraced(_call_outside, _WHY_OUTSIDE)

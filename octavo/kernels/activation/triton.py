@@ -114,7 +114,7 @@ CURVES = {
 
 @triton.jit
 def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of [ROWS, COLUMNS] stay: the twin of reference.kept."""
+    """Which elements of [ROWS, COLUMNS] stay: the counterpart of reference.kept."""
     quads = first // 4 + tl.arange(0, COLUMNS // 4)
     index = rows.to(tl.int64)[:, None] * tl.cdiv(H, 4) + quads[None, :]
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo import backend
 from octavo._torch.cuda import is_capturing
-from octavo._torch.gemm import scaled_mm
+from octavo._torch.operators import scaled_mm
 from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference

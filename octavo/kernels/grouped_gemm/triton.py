@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo._torch.gemm import grouped_mm
+from octavo._torch.operators import grouped_mm
 from octavo.kernels.decode import is_worth_it
 from octavo.kernels.grouped_gemm import decoded, emulated, hopper, hopper_support
 from octavo.kernels.grouped_gemm.scale_strides import whole

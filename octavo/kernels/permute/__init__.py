@@ -4,11 +4,10 @@ A token has K assignments, and each assignment names an expert. The sort gives e
 matrix: rows of expert 0 first, and inside an expert in the order of the assignments. Nothing depends on values on the
 host, and no sum on the order in which programs run. The tensors of a sort:
 
-    positions  [T, K]  the row of each assignment; DROPPED for an assignment without one
-    assignments      [C]     the assignment, t · K + k, that each row comes from; PAD for a row that fills up its expert
-    to a
-                       multiple of `align`, TAIL for a row after the last expert
-    sizes      [E]     the number of rows of each expert, pads included
+    positions    [T, K]  the row of each assignment; DROPPED for an assignment without one
+    assignments  [C]     the assignment, t · K + k, that each row comes from; PAD for a row that fills up its expert to
+                         a multiple of `align`, TAIL for a row after the last expert
+    sizes        [E]     the number of rows of each expert, pads included
 
 C is fixed. Assignments whose row would lie beyond it are dropped. Probabilities are [T, W]: one for each assignment, W
 = K, or one for each expert, W = E, where `experts` [T, K] has the expert of each assignment.

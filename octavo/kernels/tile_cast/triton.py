@@ -1,6 +1,6 @@
 """Launch arguments of a kernel with a tile cast. The kernel names its parameters
 
-pointers    row, column, row_scale, column_scale, encode, observed
+pointers    row, column, row_scale, column_scale, inverse_scale, running_amax
 sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
 constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
 

@@ -28,8 +28,7 @@ from torch.utils import deterministic
 from octavo import backend, launch
 from octavo._torch.cuda import current_device
 from octavo._torch.dispatcher import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
-from octavo._torch.guards import GUARDS, same_layouts
-from octavo._torch.tensors import WITHOUT_DISPATCHER
+from octavo._torch.tensors import GUARDS, WITHOUT_DISPATCHER, same_layouts
 from octavo.runtime.replay.recorder import NotRecordable, Recorder
 
 log = logging.getLogger("octavo.replay")

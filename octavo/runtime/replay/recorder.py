@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from octavo import launch
-from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatcher import TorchDispatchMode
-from octavo._torch.operators import assert_async, schema
+from octavo._torch.operators import FUNCTIONS, assert_async, schema
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias, reinterpret
 from octavo.runtime.replay.source import (
     Line,
@@ -43,7 +42,7 @@ _FRESH = {
 }  # fmt: skip
 # functions that reach the same kernels by a shorter way than the operator
 _SHORT: dict[Any, Callable[..., Any]] = {
-    **gemm.FUNCTIONS,
+    **FUNCTIONS,
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten.as_strided.default: Tensor.as_strided,
     torch.ops.aten.detach.default: Tensor.detach,

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from octavo._torch.triton import async_load, async_store, wait_until_read
+from octavo.kernels.grouped_gemm.hopper.quarters import QUARTER, add_scaled_quarters, hand_over_quarters
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     SIZE,
     STAGES,
@@ -124,74 +125,78 @@ def _add_scaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, sta
 
 
 @gluon.jit
-def _multiply_depth(
-    HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
-    ADD: gl.constexpr,
+def _add_then_scale(
+    HALF: gl.constexpr, left, right, ready, empty, stage, phase, a_scale, b_scale, first, end, group, m, n,
+    N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches 128 far."""
+    """The sum of a half tile by the scales of its group. Those of an empty group are not read: its sum is zero whatever
+    they hold."""
     H: gl.constexpr = SIZE // 2
-    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
-    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    tiles = G * down * across
-    group, top, n, low = place_of(gl.program_id(0), span, down, across)
-    step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
-    first, end = depth_of(group, block, G)
-    if whole is not None:
-        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
-    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        next_group, next_top, next_n, next_low = place_after(
-            group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
-        )
-        next_first, next_end = depth_of(next_group, block, G)
-        total, stage, phase = add_products(
-            HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
-        )
-        if whole is not None:
-            _hand_over(HALF, total, whole, room, group, top + low, n, N)
-        else:
-            write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
-        first, end = next_first, next_end
-        group, top, n, low = next_group, next_top, next_n, next_low
-    if whole is not None:
-        wait_until_read()
+    SUM: gl.constexpr = sum_layout()
+    rows = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+    at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
+    some = (first < end).to(gl.int32)
+    of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
+    total, stage, phase = add_products(
+        HALF, left, right, None, None, ready, empty, stage, phase, end - first, add_unscaled
+    )
+    columns = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
+    return scaled(total, of_rows, of_columns, at_b, columns, K * some, B_EACH), stage, phase
 
 
 @gluon.jit
-def _multiply_whole_depth(
-    HALF: gl.constexpr, left, right, ready, empty, out, whole, a_scale, b_scale, block,
+def multiply_depth(
+    HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, a_scale, b_scale, block,
     G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The same, where a scale reaches over all rows of a group. Those of an empty group are not read: its sum is zero
-    whatever they hold."""
-    H: gl.constexpr = SIZE // 2
-    SUM: gl.constexpr = sum_layout()
-    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+    """One half of each tile's rows. A scale reaches 128 far, and is copied with the codes (`of_rows`, `of_columns`), or
+    over all rows of a group, and multiplies the sum (`a_scale`, `b_scale`). The sums of a wide tile are in four
+    parts."""
+    ACROSS: gl.constexpr = right.shape[1]
+    WIDE: gl.constexpr = ACROSS == 4 * QUARTER
+    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, ACROSS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
     group, top, n, low = place_of(gl.program_id(0), span, down, across)
     step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
     first, end = depth_of(group, block, G)
     if whole is not None:
-        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
+        if WIDE:
+            room = gl.allocate_shared_memory(whole.dtype, [4, QUARTER, QUARTER], whole.layout)
+        else:
+            room = gl.allocate_shared_memory(whole.dtype, [SIZE // 2, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_top, next_n, next_low = place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
         next_first, next_end = depth_of(next_group, block, G)
-        rows = (top + low) * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
-        at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
-        some = (first < end).to(gl.int32)
-        of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
-        total, stage, phase = add_products(
-            HALF, left, right, None, None, ready, empty, stage, phase, end - first, add_unscaled
-        )
-        columns = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
-        total = scaled(total, of_rows, of_columns, at_b, columns, K * some, B_EACH)
-        first, end = next_first, next_end
-        if whole is not None:
-            _hand_over(HALF, total, whole, room, group, top + low, n, N)
+        if WIDE:
+            one, two, three, four, stage, phase = add_scaled_quarters(
+                HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first
+            )
+            if whole is not None:
+                row = group * N + (top + low) * SIZE + HALF * QUARTER
+                hand_over_quarters(one, two, three, four, whole, room, row, n * ACROSS)
+            else:
+                write_depth(HALF, one, out, group, top + low, n * 4, N, K, ADD)
+                write_depth(HALF, two, out, group, top + low, n * 4 + 1, N, K, ADD)
+                write_depth(HALF, three, out, group, top + low, n * 4 + 2, N, K, ADD)
+                write_depth(HALF, four, out, group, top + low, n * 4 + 3, N, K, ADD)
         else:
-            write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+            if a_scale is not None:
+                total, stage, phase = _add_then_scale(
+                    HALF, left, right, ready, empty, stage, phase, a_scale, b_scale, first, end, group, top + low, n,
+                    N, K, a_scale_group, b_scale_group, A_EACH, B_EACH,
+                )  # fmt: skip
+            else:
+                total, stage, phase = add_products(
+                    HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
+                )
+            if whole is not None:
+                _hand_over(HALF, total, whole, room, group, top + low, n, N)
+            else:
+                write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+        first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
         wait_until_read()
@@ -205,10 +210,10 @@ def depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, ADD: 
     ready, empty = barriers()
     gl.warp_specialize(
         [
-            (_multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
-                               ADD)),
-            (_multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
-                               ADD)),
+            (multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, None, None, block,
+                              G, N, K, 0, 0, span, False, False, ADD)),
+            (multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, None, None, block,
+                              G, N, K, 0, 0, span, False, False, ADD)),
             (load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
                           span)),
         ],
@@ -226,10 +231,10 @@ def whole_depth_kernel(
     ready, empty = barriers()
     gl.warp_specialize(
         [
-            (_multiply_whole_depth, (0, left, right, ready, empty, out, whole, a_scale, b_scale, block,
-                                     G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
-            (_multiply_whole_depth, (1, left, right, ready, empty, out, whole, a_scale, b_scale, block,
-                                     G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
+            (multiply_depth, (0, left, right, None, None, ready, empty, out, whole, a_scale, b_scale, block,
+                              G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
+            (multiply_depth, (1, left, right, None, None, ready, empty, out, whole, a_scale, b_scale, block,
+                              G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
             (load_depth, (a, b, None, None, left, right, None, None, ready, empty, block, G, N, K, span)),
         ],
         [4, 1],

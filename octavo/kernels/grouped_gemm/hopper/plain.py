@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo._torch.triton import async_load
-from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
+from octavo.kernels.grouped_gemm.hopper.row_groups import load_rows, write_rows
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     barriers,
     can_be_copied,
@@ -31,16 +30,16 @@ from octavo.quant.groups import BLOCK, Groups
 
 
 @gluon.jit
-def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, depth, TURNED: gl.constexpr):
+def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, depth, TRANSPOSED: gl.constexpr):
     """The sum of one half of a tile over so many elements of the contraction, and the buffer after them."""
     H: gl.constexpr = left.shape[1] // 2
     DEEP: gl.constexpr = left.shape[2]
-    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     total = gl.zeros((H, ACROSS), gl.float32, layout=sum_layout(ACROSS, 16))
     for _ in range(0, depth, DEEP):  # the other warpgroup multiplies while this one waits
         mbarrier.wait(ready.index(stage), phase)
         mine = left.index(stage).slice(HALF * H, H, dim=0)
-        if TURNED:
+        if TRANSPOSED:
             theirs = right.index(stage)
         else:
             theirs = right.index(stage).permute((1, 0))
@@ -52,39 +51,11 @@ def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase,
 
 
 @gluon.jit
-def _load_plain(
-    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TURNED: gl.constexpr
-):
-    """a's tiles begin at packed rows: those past the group's end are multiplied like the others, and not written."""
-    DEEP: gl.constexpr = left.shape[2]
-    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
-    across = gl.cdiv(N, ACROSS)
-    total = gl.load(block + G) * across
-    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
-        start = gl.load(source + row)
-        for k in range(0, K, DEEP):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            async_load(a, [start, k], bar, left.index(stage))
-            if TURNED:
-                at = [group * group_rows + k, column * ACROSS]
-            else:
-                at = [group * group_rows + column * ACROSS, group * group_columns + k]
-            async_load(b, at, bar, right.index(stage))
-            stage, phase = following(stage, phase, left.shape[0])
-        group, row, column = next_group, next_row, next_column
-
-
-@gluon.jit
 def _multiply_plain(
     HALF: gl.constexpr, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block, source, live,
-    G, N, K, TURNED: gl.constexpr,
+    G, N, K, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     across = gl.cdiv(N, ACROSS)
     tiles = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -94,7 +65,7 @@ def _multiply_plain(
         start, count = gl.load(source + row), gl.load(live + row)
         if a_global is not None:  # asked for before the products
             level2 = gl.load(a_global + group) * gl.load(b_global + group)
-        total, stage, phase = sum_of_products(HALF, left, right, ready, empty, stage, phase, K, TURNED)
+        total, stage, phase = sum_of_products(HALF, left, right, ready, empty, stage, phase, K, TRANSPOSED)
         if a_global is not None:
             total *= level2
         write_rows(HALF, total, out, None, None, bias, scales, start, count, group, column, N)
@@ -104,19 +75,19 @@ def _multiply_plain(
 @gluon.jit
 def plain_rows_kernel(
     a, b, out, bias, scales, a_global, b_global, owner, block, source, live, G, N, K, group_rows, group_columns,
-    TURNED: gl.constexpr, COUNT: gl.constexpr,
+    TRANSPOSED: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """b [G * N, K], or [G * K, N] where it is turned. Its matrices begin so many rows, or columns, after each other."""
+    """b [G * N, K], or [G * K, N] if TRANSPOSED. Its matrices begin so many rows, or columns, after each other."""
     left, right = room_for_tiles(a, b, COUNT)
     ready, empty = barriers(COUNT)
     gl.warp_specialize(
         [
             (_multiply_plain, (0, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block,
-                               source, live, G, N, K, TURNED)),
+                               source, live, G, N, K, TRANSPOSED)),
             (_multiply_plain, (1, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block,
-                               source, live, G, N, K, TURNED)),
-            (_load_plain, (a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns,
-                           TURNED)),
+                               source, live, G, N, K, TRANSPOSED)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns,
+                         TRANSPOSED)),
         ],
         [4, 1],
         [232, 40],
@@ -132,11 +103,11 @@ WIDE, NARROW = (256, 4), (128, 6)  # columns of a result tile, buffers
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
     """Returns b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
     tile of a transposed one must not reach into the next group, whose values may be NaN."""
-    for matrices, turned in ((b, False), (b.transpose(1, 2), True)):
-        if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (turned and b.shape[2] % DEPTH):
+    for matrices, transposed in ((b, False), (b.transpose(1, 2), True)):
+        if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (transposed and b.shape[2] % DEPTH):
             flat = matrices.flatten(0, 1)
             if can_be_copied(flat):
-                return flat, turned
+                return flat, transposed
     return None
 
 
@@ -148,8 +119,8 @@ def takes_plain_rows(a: Tensor, b: Tensor) -> bool:
 def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
     found = _stack(b)
     assert found is not None
-    flat, turned = found
-    _rows(a, flat, out, groups, (bias, scales, None, None), (b.shape[2] if turned else b.shape[1], 0), turned)
+    flat, transposed = found
+    _rows(a, flat, out, groups, (bias, scales, None, None), (b.shape[2] if transposed else b.shape[1], 0), transposed)
 
 
 def decoded_rows(
@@ -162,20 +133,20 @@ def decoded_rows(
 
 def _rows(
     a: Tensor, b: Tensor, out: Tensor, groups: Groups, factors: tuple[Tensor | None, ...], apart: tuple[int, int],
-    turned: bool,
+    transposed: bool,
 ) -> None:  # fmt: skip
     across, stages = plain_tile(out)
-    tile = [DEPTH, across] if turned else [across, DEPTH]
+    tile = [DEPTH, across] if transposed else [across, DEPTH]
     sizes = groups.number, out.shape[1], a.shape[1], *apart
-    _plain_rows_launch(processors(out.device), sizes, turned, stages)(
+    _plain_rows_launch(processors(out.device), sizes, transposed, stages)(
         plain_tiles(a, [BLOCK, DEPTH]), plain_tiles(b, tile), out, *factors,
         groups.owner, groups.block, groups.source, groups.live,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _plain_rows_launch(programs: int, sizes: tuple[int, ...], turned: bool, stages: int) -> TiledLaunch:
-    return TiledLaunch(plain_rows_kernel, programs, sizes, num_warps=4, TURNED=turned, COUNT=stages)
+def _plain_rows_launch(programs: int, sizes: tuple[int, ...], transposed: bool, stages: int) -> TiledLaunch:
+    return TiledLaunch(plain_rows_kernel, programs, sizes, num_warps=4, TRANSPOSED=transposed, COUNT=stages)
 
 
 def plain_tile(out: Tensor) -> tuple[int, int]:

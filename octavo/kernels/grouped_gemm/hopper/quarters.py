@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo._torch.triton import async_store, wait_until_read
 from octavo.kernels.grouped_gemm.hopper.tiles import following, sum_layout
 
 QUARTER = gl.constexpr(64)  # rows and columns
@@ -79,3 +80,16 @@ def add_scaled_quarters(HALF: gl.constexpr, left, right, of_rows, of_columns, re
             four = _added(four, done, rows, columns)
             stage, phase = following(stage, phase, left.shape[0])
     return one, two, three, four, stage, phase
+
+
+@gluon.jit
+def hand_over_quarters(one, two, three, four, whole, room, row, column):
+    """Copies the sums to shared memory, from where TMA writes them. All four fit, so that no warp waits for a write."""
+    wait_until_read()
+    room.index(0).store(one.to(whole.dtype))
+    room.index(1).store(two.to(whole.dtype))
+    room.index(2).store(three.to(whole.dtype))
+    room.index(3).store(four.to(whole.dtype))
+    fence_async_shared()
+    for part in gl.static_range(4):
+        async_store(whole, [row, column + part * QUARTER], room.index(part))

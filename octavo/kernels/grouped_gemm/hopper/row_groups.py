@@ -15,6 +15,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
     SIZE,
     STAGES,
+    add_in_tensor_cores,
     add_products,
     add_unscaled,
     barriers,
@@ -97,20 +98,32 @@ def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
 
 
 @gluon.jit
-def load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns):
-    ACROSS: gl.constexpr = right.shape[1]
+def load_rows(
+    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TRANSPOSED: gl.constexpr
+):
+    """The tiles of a and b for each tile of the result, in turn. With `source`, a's rows are packed: those of a tile
+    past the group's end are multiplied like the others, and not written."""
+    DEEP: gl.constexpr = left.shape[2]
+    ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     across = gl.cdiv(N, ACROSS)
     total = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
-        for k in range(0, K, SIZE):
+        if source is not None:
+            start = gl.load(source + row)
+        else:
+            start = row * SIZE
+        for k in range(0, K, DEEP):
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            async_load(a, [row * SIZE, k], bar, left.index(stage))
-            at = [group * group_rows + column * ACROSS, group * group_columns + k]
+            async_load(a, [start, k], bar, left.index(stage))
+            if TRANSPOSED:
+                at = [group * group_rows + k, column * ACROSS]
+            else:
+                at = [group * group_rows + column * ACROSS, group * group_columns + k]
             async_load(b, at, bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
         group, row, column = next_group, next_row, next_column
@@ -200,17 +213,20 @@ def _multiply_rows(
 
 
 @gluon.jit
-def _multiply_whole_rows(
+def multiply_whole_rows(
     HALF: gl.constexpr, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block, source,
-    live, G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
+    live, G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
-    """The same, where a scale reaches over all of K: it waits for the sum."""
+    """One half of each tile's rows, where a scale reaches over all of K and multiplies the sum. A sum in the tensor
+    cores (FAST) may be wide: it is written in two goes, for which the room of one is enough."""
     H: gl.constexpr = SIZE // 2
+    ACROSS: gl.constexpr = right.shape[1]
+    PARTS: gl.constexpr = ACROSS // SIZE
     SUM: gl.constexpr = sum_layout()
     room = None
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
-    across, steps = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+    across, steps = gl.cdiv(N, ACROSS), gl.cdiv(K, SIZE)
     tiles = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
@@ -225,14 +241,24 @@ def _multiply_whole_rows(
         at_b = b_scale + group * b_scale_group
         of_rows, of_columns = scales_ahead(at_a, at_b, lanes, SIZE, N, A_EACH, B_EACH)
         if count > HALF * H:
-            total, stage, phase = add_products(
-                HALF, left, right, None, None, ready, empty, stage, phase, steps, add_unscaled
-            )
-            columns = column * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
-            total = scaled(total, of_rows, of_columns, at_b, columns, N, B_EACH)
-            write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
+            if FAST:
+                total, stage, phase = add_in_tensor_cores(HALF, left, right, ready, empty, stage, phase, steps)
+            else:
+                total, stage, phase = add_products(
+                    HALF, left, right, None, None, ready, empty, stage, phase, steps, add_unscaled
+                )
+            for part in gl.static_range(PARTS):
+                if PARTS == 1:
+                    y = total
+                else:  # columns of 128 and more are in registers of their own: no value moves
+                    y = total.reshape((H, 2, SIZE)).permute((0, 2, 1)).split()[part]
+                    y = gl.convert_layout(y, SUM, assert_trivial=True)
+                at = column * PARTS + part
+                columns = at * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
+                y = scaled(y, of_rows, of_columns, at_b, columns, N, B_EACH)
+                write_rows(HALF, y, out, whole, room, bias, scales, start, count, group, at, N)
         else:
-            stage, phase = pass_over(ready, empty, stage, phase, steps)
+            stage, phase = pass_over(ready, empty, stage, phase, steps, left.shape[0])
         group, row, column = next_group, next_row, next_column
     if whole is not None:
         wait_until_read()
@@ -253,7 +279,8 @@ def rows_kernel(
             (_multiply_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block,
                               source, live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows,
                               group_columns)),
-            (load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, None, G, N, K, group_rows, group_columns,
+                         False)),
         ],
         [4, 1],
         [232, 40],
@@ -269,11 +296,14 @@ def whole_rows_kernel(
     ready, empty = barriers()
     gl.warp_specialize(
         [
-            (_multiply_whole_rows, (0, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
-                                    block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
-            (_multiply_whole_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
-                                    block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
-            (load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+            (multiply_whole_rows, (0, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
+                                   block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH,
+                                   False)),
+            (multiply_whole_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
+                                   block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH,
+                                   False)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, None, G, N, K, group_rows, group_columns,
+                         False)),
         ],
         [4, 1],
         [232, 40],

@@ -144,6 +144,25 @@ def add_products(
 
 
 @gluon.jit
+def add_in_tensor_cores(HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps):
+    """The sum of so many products, one at least, and the buffer after them: fast accumulation. Each is begun before the
+    one before it is waited for, so that the tensor cores always have work."""
+    total = begun(HALF, left, right, ready, stage, phase)
+    for _ in range(1, steps):
+        last = stage
+        stage, phase = following(stage, phase, left.shape[0])
+        mbarrier.wait(ready.index(stage), phase)
+        mine, across = operands(HALF, left, right, stage)
+        total = warpgroup_mma(mine, across, total, is_async=True)
+        total = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[total]))
+        mbarrier.arrive(empty.index(last), count=1)
+    done = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(empty.index(stage), count=1)
+    stage, phase = following(stage, phase, left.shape[0])
+    return done, stage, phase
+
+
+@gluon.jit
 def scales_ahead(a_scale, b_scale, rows, M, N, A_EACH: gl.constexpr, B_EACH: gl.constexpr):
     """The scales of a tile's rows and of its columns, asked for before its products; one of all rows, or columns,
     unless EACH has its own. Those of each column wait for `scaled`: they would need too many registers until then.

@@ -79,7 +79,7 @@ def grouped_for_hopper() -> list:
                 name = f"grouped plain rows {kind} to {out}, 128x{across}{', turned' if turned else ''}{way}"
                 pointers = {**matrices, "out": f"*{out}", "bias": bias, "scales": scaled, **LEVEL1, **WHERE}
                 numbers = sizes | dict.fromkeys(("group_rows", "group_columns"), "i32")
-                add(name, plain.plain_rows_kernel, pointers, numbers, TURNED=turned, COUNT=stages)
+                add(name, plain.plain_rows_kernel, pointers, numbers, TRANSPOSED=turned, COUNT=stages)
     return found
 
 
@@ -106,7 +106,7 @@ def decoded_for_hopper() -> list:
                     pointers, numbers = {**common, "bias": bias, "scales": scaled, **WHERE}, ("G", "N", "K")
                     numbers += ("group_rows", "group_columns")
                     kernel = plain.plain_rows_kernel
-                    add(f"decoded rows {name}{way}", kernel, pointers, numbers, TURNED=False, COUNT=stages)
+                    add(f"decoded rows {name}{way}", kernel, pointers, numbers, TRANSPOSED=False, COUNT=stages)
                 if scaled is None:
                     pointers = {**common, "bias": bias, "block": None}
                     constants = {"G": 1, "ADD": False, "COUNT": stages}
