@@ -7,11 +7,9 @@ from octavo.formats import E8M0, E8M0_NAN, Format
 from octavo.quant import scale_blocks
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
-from octavo.quant.per_group_reference import cast_each
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs
-from octavo.quant.scale import saturated_codes
-from octavo.quant.writing import write
+from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.quant.reference_cast import casts
+from octavo.quant.scale import Codes, saturated_codes
 
 
 def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
@@ -38,13 +36,9 @@ def inverse_scale_of(byte: Tensor) -> Tensor:
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
 
-@cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
-    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
-        if q is not None:
-            spec = q.spec
-            assert isinstance(spec, MX)
-            found = scale_blocks.amax(matrix, spec.block) if found is None else found
-            byte = scale_byte(found, spec.fmt, spec.rounding)
-            spread = scale_blocks.spread(inverse_scale_of(byte), spec.block, *matrix.shape)
-            write(q, cast_args.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)
+@casts
+def cast(x: Tensor, spec: Quantizer, amax: Tensor | None, cast_args: CastArgs, is_column: bool) -> Codes:
+    assert isinstance(spec, MX)
+    byte = scale_byte(scale_blocks.amax(x, spec.block) if amax is None else amax, spec.fmt, spec.rounding)
+    spread = scale_blocks.spread(inverse_scale_of(byte), spec.block, *x.shape)
+    return Codes(saturated_codes(x, spread, spec.fmt), byte)

@@ -9,15 +9,16 @@ costs the whole tensor its resolution: an element below 2^-17 of the largest is 
 import torch
 from torch import Tensor
 
-from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.errors import check_choice
+from octavo.formats import E4M3, Format
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs, Quantizer, check_tensor, quantize_pair
+from octavo.quant.quantizer import CastArgs, check_tensor, quantize_pair
+from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 
 
 @register("tensorwise")
-class Tensorwise(Quantizer):
+class Tensorwise(FP8Quantizer):
     """FP8 with one scale for the whole tensor: `fp8-current` and `fp8-delayed`.
 
     The scale is float32 [1, 1]. It follows from the tensor's amax, or from an inverse scale that the caller gives
@@ -49,9 +50,8 @@ class Tensorwise(Quantizer):
     package = __name__
 
     def validate(self) -> None:
-        check_format(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
+        super().validate()
         check_choice(self.pow2, (False, True), what="Tensorwise.pow2")
-        check_not_negative(self.eps, what="Tensorwise.eps")
 
     def observe(
         self, x: Tensor, inverse_scale: Tensor, *, row: bool = True, column: bool = True
