@@ -17,9 +17,10 @@ from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.norm.cast import triton as normq
 from octavo.kernels.tile_cast import Target
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
+from octavo.quant.casts import fill_pair
 from octavo.quant.grouped import grouped_proto
 from octavo.quant.groups import split
-from octavo.quant.quantizer import CastArgs, fill_pair
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.tile import Config
 
 M, H, N = 8192, 14336, 4096

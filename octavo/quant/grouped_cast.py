@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.quant import grouped
+from octavo.quant.cast_checks import check_source
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups, abstract, split
 from octavo.quant.qtensor import ORIENTATIONS, QTensor
@@ -27,7 +28,7 @@ Pair = tuple[Quantizer | None, Quantizer | None]
 def cast_groups(x: Tensor, sizes: Tensor, pair: Pair, seed: Tensor | None, source: Tensor | None) -> GroupedTensor:
     """Returns a GroupedTensor of x's rows in groups, with a gradient if x requires one."""
     needs = x.requires_grad and torch.is_grad_enabled()
-    rows = math.prod(x.shape[:-1]) if source is None else grouped.check_source(source, x)
+    rows = math.prod(x.shape[:-1]) if source is None else check_source(source, x)
     anchor = None
     if torch.compiler.is_compiling():
         keys = ["" if spec is None else spec.key for spec in pair]

@@ -15,10 +15,11 @@ def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
-def grid(rows: int, columns: int, block: Block) -> tuple[int, int]:
-    """Returns the blocks per dim of a [rows, columns] matrix. A whole dim is one block, even of no elements."""
+def grid(rows: int, columns: int, block: Block, groups: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """Returns the blocks per dim of a [rows, columns] matrix. A whole dim is one block, even of no elements, or as many
+    as the dim has groups."""
     r, c = block
-    return (1 if r is None else ceil_div(rows, r)), (1 if c is None else ceil_div(columns, c))
+    return (groups[0] if r is None else -(-rows // r)), (groups[1] if c is None else -(-columns // c))
 
 
 def amax(x: Tensor, block: Block) -> Tensor:

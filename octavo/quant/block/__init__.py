@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.errors import check_choice
 from octavo.formats import E4M3, Format
+from octavo.quant.cast_checks import check_float
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import check_float
 from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from octavo.errors import check_choice
 from octavo.formats import E4M3, Format
+from octavo.quant.cast_checks import check_tensor, checked
+from octavo.quant.casts import quantize_pair
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs, check_tensor, quantize_pair
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 
@@ -79,7 +81,5 @@ class Tensorwise(FP8Quantizer):
         """
         running_amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
-        cast_args = self._checked(
-            CastArgs(inverse_scale=inverse_scale, running_amax=running_amax), check_tensor(x), *pair
-        )
-        return *quantize_pair(x, *pair, cast_args), running_amax
+        cast_args = CastArgs(inverse_scale=inverse_scale, running_amax=running_amax)
+        return *quantize_pair(x, *pair, checked(cast_args, check_tensor(x), *pair)), running_amax

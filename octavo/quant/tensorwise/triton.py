@@ -13,9 +13,10 @@ from octavo._torch.fast_paths import FastPath, Undecided
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch, apart
 from octavo.quant import dual, fp8_words, tile
+from octavo.quant.casts import empty_pair
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, empty_pair
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
