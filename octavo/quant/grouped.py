@@ -27,7 +27,7 @@ from octavo.quant.quantizer import AmaxPair, CastArgs, GroupCounts, Quantizer
 
 
 class GroupedJoin(torch.autograd.Function):
-    """Returns the values and sends their gradient to a token; that of rows from `end` on is zero, as their values
+    """Return the values and send their gradient to an anchor; that of rows from `end` on is zero, as their values
     are."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class GroupedTensor:
         return self.anchor is not None and self.anchor.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterates over the tensors inside, in a fixed order.
+        """Iterate over the tensors inside, in a fixed order.
 
         Yields:
             The tensors of the QTensor, those of `columns`, then those of the groups.
@@ -116,7 +116,7 @@ class GroupedTensor:
         yield from self.groups.tensors()
 
     def nbytes(self) -> int:
-        """Counts the bytes of all tensors inside, padding included.
+        """Count the bytes of all tensors inside, padding included.
 
         Returns:
             The number of bytes.
@@ -129,7 +129,7 @@ class GroupedTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the values that the codes stand for, packed as they came, with a gradient if there is a token. The
+        """Return the values that the codes stand for, packed as they came, with a gradient if there is an anchor. The
         host reads nothing from the device.
 
         Args:
@@ -158,7 +158,7 @@ class GroupedTensor:
         return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
 
     def members(self) -> list[QTensor]:
-        """Returns the groups by themselves. The host reads the sizes, and so waits for the device.
+        """Return the groups by themselves. The host reads the sizes, and so waits for the device.
 
         Returns:
             A QTensor for each group, as views of this one: `Quantizer.quantize_into` of one changes both. Those of rows
@@ -175,11 +175,11 @@ class GroupedTensor:
         found = [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
         if self.anchor is None or self.orientation != "row":
             return found
-        tokens = torch.split(self.anchor[: sum(sizes)], sizes)
-        return [replace(q, anchor=anchor) for q, anchor in zip(found, tokens, strict=True)]
+        anchors = torch.split(self.anchor[: sum(sizes)], sizes)
+        return [replace(q, anchor=anchor) for q, anchor in zip(found, anchors, strict=True)]
 
     def detach(self) -> "GroupedTensor":
-        """Returns the same codes without a gradient.
+        """Return the same codes without a gradient.
 
         Returns:
             A GroupedTensor that shares the memory of this one.
@@ -193,7 +193,7 @@ class GroupedTensor:
         return replace(self, anchor=None)
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
-        """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
+        """Split this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
         part of either.
 
         Returns:
@@ -237,7 +237,7 @@ Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str, Quantizer | 
 
 
 def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
-    """Returns the GroupedTensor whose `save` returned these."""
+    """Return the GroupedTensor whose `save` returned these."""
     spec, shape, dtype, rows, orientation, column = settings
     rest = list(tensors)
     q = _taken(rest, spec, shape, dtype)
@@ -246,7 +246,7 @@ def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
 
 
 def _taken(rest: list[Tensor], spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-    """Removes the tensors of a QTensor from the head of a list, and returns it."""
+    """Remove the tensors of a QTensor from the head of a list, and return it."""
     codes, scale = rest.pop(0), rest.pop(0)
     return QTensor(codes, scale, spec, shape, dtype, rest.pop(0) if spec.two_level else None)
 

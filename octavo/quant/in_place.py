@@ -15,14 +15,11 @@ from octavo.quant.qtensor import QProto, QTensor
 if TYPE_CHECKING:
     from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 
+Out = QTensor | tuple[QTensor, QTensor] | GroupedTensor
+
 
 def quantize_into(
-    spec: "Quantizer",
-    out: QTensor | tuple[QTensor, QTensor] | GroupedTensor,
-    x: Tensor,
-    axis: int,
-    amax: "Tensor | AmaxPair | None",
-    cast_args: "CastArgs",
+    spec: "Quantizer", out: Out, x: Tensor, axis: int, amax: "Tensor | AmaxPair | None", cast_args: "CastArgs"
 ) -> None:
     """Cast x by `spec`, or each orientation of a pair by its own quantizer. `amax` has an entry for each orientation of
     a pair, and is that of `axis` otherwise."""
@@ -30,8 +27,12 @@ def quantize_into(
         return _into_groups(spec, out, x, cast_args, amax)
     if isinstance(out, QTensor):
         proto = spec.proto(TensorProto.of(x), axis)
-        if _is_part(out, proto):
-            return _into_part(spec, out, proto, x, axis, amax, cast_args)
+        if _is_part(out, proto):  # cast aside, in the strides that kernels write
+            aside = proto.empty()
+            if cast_args.skip is not None:
+                _copy_codes(out, aside)
+            quantize_into(spec, aside, x, axis, amax, cast_args)
+            return _copy_codes(aside, out)
         check_fits(out, proto, "quantize_into", "proto()")
         pair: QTensorPair = (None, out) if is_column(x.dim(), axis) else (out, None)
     elif isinstance(out, tuple):
@@ -62,23 +63,6 @@ def _is_part(q: QTensor, proto: QProto) -> bool:
         for t, strides in zip((q.codes, q.scale), wanted, strict=True)
         for n, has, want in zip(t.shape, t.stride(), strides, strict=True)
     )
-
-
-def _into_part(
-    spec: "Quantizer",
-    out: QTensor,
-    proto: QProto,
-    x: Tensor,
-    axis: int,
-    amax: "Tensor | AmaxPair | None",
-    cast_args: "CastArgs",
-) -> None:
-    """Cast aside, in the strides that kernels write, and copy."""
-    aside = proto.empty()
-    if cast_args.skip is not None:
-        _copy_codes(out, aside)
-    quantize_into(spec, aside, x, axis, amax, cast_args)
-    _copy_codes(aside, out)
 
 
 def _copy_codes(q: QTensor, out: QTensor) -> None:

@@ -16,7 +16,7 @@ then reads the sizes, which waits for the device. Codes and scales that belong t
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,22 +32,11 @@ from octavo.quant.scale import Codes
 Encode = Callable[[Tensor, Quantizer, Tensor | None, CastArgs, bool], Codes]
 Measure = Callable[[Tensor, Quantizer], Tensor]
 Cast = Callable[[Tensor, QTensor | None, QTensor | None, CastArgs], None]
-
-
-class Amax(Protocol):
-    def __call__(
-        self,
-        x: Tensor,
-        row: Quantizer | None,
-        column: Quantizer | None,
-        skip: Tensor | None,
-        groups: Groups | None = None,
-        source: Tensor | None = None,
-    ) -> AmaxPair: ...
+Amax = Callable[..., AmaxPair]
 
 
 def casts(encode: Encode) -> Cast:
-    """Returns the cast whose codes of one matrix are those of `encode`."""
+    """Return the cast whose codes of one matrix are those of `encode`."""
 
     @wraps(encode)
     def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
@@ -72,23 +61,19 @@ def casts(encode: Encode) -> Cast:
 
 
 def put(into: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """Overwrites a tensor unless the skip flag is set. The device reads the flag, never the host."""
+    """Overwrite a tensor unless the skip flag is set. The device reads the flag, never the host."""
     into.copy_(new if skip is None else torch.where(skip.reshape(()) != 0, into, new))
 
 
 def measures(measure: Measure) -> Amax:
-    """Returns the amax of a two-pass scheme whose amax of one matrix is that of `measure`, for each group if there are
+    """Return the amax of a two-pass scheme whose amax of one matrix is that of `measure`, for each group if there are
     groups (`octavo.quant.grouped.groups_amax`). If one scale serves the whole matrix, both orientations share it."""
 
     @wraps(measure)
     def amax(
-        x: Tensor,
-        row: Quantizer | None,
-        column: Quantizer | None,
-        skip: Tensor | None,
-        groups: Groups | None = None,
-        source: Tensor | None = None,
-    ) -> AmaxPair:
+        x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None,
+        groups: Groups | None = None, source: Tensor | None = None,
+    ) -> AmaxPair:  # fmt: skip
         found: list[Tensor | None] = []
         for spec, is_column in ((row, False), (column, True)):
             if spec is None:
@@ -154,7 +139,7 @@ def _amaxes_of(amax: AmaxPair, row: QTensor | None, column: QTensor | None, plac
 
 
 def _amax_of(amax: Tensor, q: QTensor, side: str, place: _Place) -> Tensor:
-    """Returns a group's part of an amax, in the shape that the group alone has."""
+    """Return a group's part of an amax, in the shape that the group alone has."""
     spec, g = q.spec, slice(place.group, place.group + 1)
     if spec.block == (1, None):
         return amax[place.inside, None] if side == "row" else amax[place.group, :, None]

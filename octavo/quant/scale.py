@@ -47,7 +47,7 @@ class Codes(NamedTuple):
 
 
 def divide(numerator: float, x: Tensor) -> Tensor:
-    """Returns numerator / x, rounded once. Python's `number / tensor` multiplies by the reciprocal and rounds twice."""
+    """Return numerator / x, rounded once. Python's `number / tensor` multiplies by the reciprocal and rounds twice."""
     return torch.full_like(x, numerator) / x
 
 
@@ -60,18 +60,18 @@ def inverse_scale_from(amax: Tensor, fmt_max: float, *, eps: float, ceiling: flo
 
 
 def decode_scale(inverse_scale: Tensor, amax: Tensor | None = None) -> Tensor:
-    """Returns 1 / inverse scale; NaN where the amax behind it is not finite."""
+    """Return 1 / inverse scale; NaN where the amax behind it is not finite."""
     scale = divide(1.0, inverse_scale)
     return scale if amax is None else torch.where(amax.isfinite(), scale, float("nan"))
 
 
 def saturated_codes(x: Tensor, inverse_scale: Tensor, fmt: Format) -> Tensor:
-    """Returns codes of x * inverse scale for a scale measured from x: Inf saturates, and its scale is NaN."""
+    """Return codes of x * inverse scale for a scale measured from x: Inf saturates, and its scale is NaN."""
     return fmt.encode((x.float() * inverse_scale).clamp(-fmt.max, fmt.max))
 
 
 def codes_by_amax(x: Tensor, amax: Tensor | None, spec: Quantizer, ceiling: float) -> Codes:
-    """Returns the codes of x by scales from the amax of each block; None measures it."""
+    """Return the codes of x by scales from the amax of each block; None measures it."""
     assert isinstance(spec, FP8Quantizer)
     found = scale_blocks.amax(x, spec.block) if amax is None else amax
     inverse_scale = inverse_scale_from(found, spec.fmt.max, eps=spec.eps, ceiling=ceiling, pow2=spec.pow2)
@@ -80,7 +80,7 @@ def codes_by_amax(x: Tensor, amax: Tensor | None, spec: Quantizer, ceiling: floa
 
 
 def codes_by_inverse_scale(x: Tensor, inverse_scale: Tensor, fmt: Format) -> Codes:
-    """Returns the codes of x by a given inverse scale: finite values saturate, Inf and NaN stay visible."""
+    """Return the codes of x by a given inverse scale: finite values saturate, Inf and NaN stay visible."""
     wide = x.float()
     kept = torch.where(wide.isinf(), wide, (wide * inverse_scale).clamp(-fmt.max, fmt.max))
     return Codes(fmt.encode(kept), divide(1.0, inverse_scale))

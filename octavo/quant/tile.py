@@ -54,13 +54,13 @@ POINTERS = {
 
 
 def tiles(shape: Sizes, config: Config) -> int:
-    """Returns the grid: at least one tile per dim, so that the kernel writes scales of empty tensors too."""
+    """Return the grid: at least one tile per dim, so that the kernel writes scales of empty tensors too."""
     m, k = shape
     return max(1, -(-m // config.rows)) * max(1, -(-k // config.columns))
 
 
 def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
-    """Returns the quantizer that both orientations share."""
+    """Return the quantizer that both orientations share."""
     lead = column if row is None else row
     assert lead is not None
     spec = lead.spec
@@ -69,7 +69,7 @@ def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
 
 
 def shape_inside(x: Tensor, groups: Groups | None) -> Sizes:
-    """Returns the shape that a kernel writes: rows in groups fill whole blocks."""
+    """Return the shape that a kernel writes: rows in groups fill whole blocks."""
     return x.shape if groups is None else (groups.padded, x.shape[1])
 
 
@@ -78,17 +78,17 @@ def number_of(groups: Groups | None) -> int:
 
 
 def pointers_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
-    """Returns the pointers owner, source and live, each None without groups."""
+    """Return the pointers owner, source and live, each None without groups."""
     return (None, None, None) if groups is None else (groups.owner, groups.source, groups.live)
 
 
 def height_of(x: Tensor, source: Tensor | None) -> int | None:
-    """Returns how many rows of x a `source` may name; None without one, so that no kernel has it as an argument."""
+    """Return how many rows of x a `source` may name; None without one, so that no kernel has it as an argument."""
     return None if source is None else x.shape[0]
 
 
 def codes_and_scales(row: QTensor | None, column: QTensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the pointers row, column, row_scale and column_scale."""
+    """Return the pointers row, column, row_scale and column_scale."""
     if row is None or column is None:
         first = (None, None) if row is None else (row.codes, row.scale)
         second = (None, None) if column is None else (column.codes, column.scale)
@@ -101,7 +101,7 @@ def scale_strides(q: QTensor | None) -> Sizes:
 
 
 def launch(kernel: Any, shape: Sizes, sizes: tuple[int | None, ...], config: Config, **constants: Any) -> Launch:
-    """Returns the launch of a kernel over the tiles of a matrix. Its sizes are the matrix's and then `sizes`; the
+    """Return the launch of a kernel over the tiles of a matrix. Its sizes are the matrix's and then `sizes`; the
     constants that are the tile's own, which come last, are added."""
     own = {"ROWS": config.rows, "COLUMNS": config.columns, "TILE": config.rows, "W": config.warps}
     constants |= {name: own[name] for name in kernel.arg_names if name in own}
@@ -109,7 +109,7 @@ def launch(kernel: Any, shape: Sizes, sizes: tuple[int | None, ...], config: Con
 
 
 def rule(spec: FP8Quantizer, ceiling: float = FLOAT32_MAX) -> dict[str, Any]:
-    """Returns the constants of `inverse_scale_from`."""
+    """Return the constants of `inverse_scale_from`."""
     return {"MAX": spec.fmt.max, "EPS": spec.eps, "CEILING": ceiling, "POW2": spec.pow2}
 
 
@@ -285,7 +285,7 @@ def tensor_amax(
     groups: Groups | None = None,
     source: Tensor | None = None,
 ) -> Tensor:
-    """Returns max|x| as float32 [1, 1], or that of each group [number], whose rows a `source` may name."""
+    """Return max|x| as float32 [1, 1], or that of each group [number], whose rows a `source` may name."""
     shape = (1, 1) if groups is None else (groups.number,)
     out = torch.zeros(shape, dtype=torch.float32, device=x.device)
     launch = _amax_launch(shape_inside(x, groups), x.stride(), height_of(x, source), config)
@@ -299,7 +299,7 @@ EXAMPLE = ((16384, 8192), (8192, 1))  # shape and strides of a matrix that a var
 
 
 def variant_of(name: str, launch: Launch, **pointers: str) -> Variant:
-    """Returns the variant of a launch whose pointers have these types; the others are None."""
+    """Return the variant of a launch whose pointers have these types; the others are None."""
     options, passed = launch.options, [name for name in launch.kernel.arg_names if name not in launch.options]
     sizes = dict(zip(passed[len(passed) - len(launch.sizes) :], launch.sizes, strict=True))
     types = pointers | {name: "i32" for name, size in sizes.items() if size not in (None, 1)}
@@ -309,7 +309,7 @@ def variant_of(name: str, launch: Launch, **pointers: str) -> Variant:
 
 
 def cast_pointers(dtype: torch.dtype, codes: torch.dtype, scale: str = "*fp32") -> dict[str, str]:
-    """Returns the types of the pointers of a cast in both orientations."""
+    """Return the types of the pointers of a cast in both orientations."""
     written = {"row": POINTERS[codes], "column": POINTERS[codes], "row_scale": scale, "column_scale": scale}
     return {"x": POINTERS[dtype], **written}
 

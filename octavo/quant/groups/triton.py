@@ -52,7 +52,7 @@ def _split_kernel(
 
 
 def split(splits: Tensor | None, each: int, groups: Groups) -> None:
-    """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
+    """Fill the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     launch = _split_launch(groups.rows, groups.number, groups.owner.shape[0], each)
     launch(*groups.tensors(), None if splits is None else splits.contiguous())
 

@@ -13,7 +13,7 @@ from octavo.quant.scale import Codes, saturated_codes
 
 
 def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
-    """Returns the E8M0 byte, as uint8, of a block whose largest magnitude is amax (float32)."""
+    """Return the E8M0 byte, as uint8, of a block whose largest magnitude is amax (float32)."""
     if rounding == "rceil":
         # the product with the rounded reciprocal equals exact division for every bfloat16 amax
         return E8M0.encode(amax * (1 / fmt.max))
@@ -32,7 +32,7 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
 
 
 def inverse_scale_of(byte: Tensor) -> Tensor:
-    """Returns 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
+    """Return 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
 

@@ -23,7 +23,7 @@ CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 @triton.jit
 def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr):
-    """E8M0 byte, as int32, of an amax given by its float32 bits: the twin of reference.scale_byte."""
+    """E8M0 byte, as int32, of an amax given by its float32 bits, as reference.scale_byte computes it."""
     if ROUNDING == "rceil":
         v = (bits.to(tl.float32, bitcast=True) * (1 / MAX)).to(tl.int32, bitcast=True)
         # any mantissa carries into the exponent; below it, where 2^-127 is the mantissa 0x400000, one above that

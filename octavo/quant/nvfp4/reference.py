@@ -16,7 +16,7 @@ TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scal
 
 
 def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (S_enc, global_scale) from the tensor's amax [1]. If TOP/G overflows, the global scale is 1 / S_enc, so
+    """Return (S_enc, global_scale) from the tensor's amax [1]. If TOP/G overflows, the global scale is 1 / S_enc, so
     that decoding undoes encoding. If G is not finite, the global scale is NaN, and so is the whole tensor."""
     quotient = divide(TOP, g)
     s_enc = torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient)
@@ -27,7 +27,7 @@ def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (S_b as E4M3 codes, the inverse scale e_b into codes) from block maxima."""
+    """Return (S_b as E4M3 codes, the inverse scale e_b into codes) from block maxima."""
     scaled = scale_blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
     s_b = E4M3.encode(torch.where(amax_b.isinf(), float("nan"), scaled))
     e = divide(1.0, s_b.float() * divide(1.0, s_enc))
@@ -35,7 +35,7 @@ def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
-    """Returns E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries x over: P(up) = floor(256 f) / 256,
+    """Return E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries x over: P(up) = floor(256 f) / 256,
     with the sum taken in float32."""
     a = x.abs()
     t = a + r.float() * (_step(a) * (1 / 256))
@@ -50,7 +50,7 @@ def _step(a: Tensor) -> Tensor:
 
 
 def _operand(x: Tensor, spec: Quantizer) -> Tensor:
-    """Returns x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
+    """Return x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
     assert isinstance(spec, NVFP4)
     padded = scale_blocks.pad_columns(x, BLOCK).float()
     return turn(padded) if spec.rht else padded

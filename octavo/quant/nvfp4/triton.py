@@ -63,7 +63,7 @@ def _random_bytes(key, step, row, block, across, like, STREAM: gl.constexpr, FAR
 
 @gluon.constexpr_function
 def _tile_layout(columns, warps, square):
-    """Returns a layout with sixteen neighbours of a row per thread, and all rows of a square block in one warp."""
+    """Return a layout with sixteen neighbours of a row per thread, and all rows of a square block in one warp."""
     across = min(columns // 16, 32)
     down = 32 // across
     return gl.BlockedLayout([16 // down if square else 1, 16], [down, across], [warps, 1], [1, 0])
@@ -178,7 +178,7 @@ def _maxima_layout(rows, columns, warps):
 
 @gluon.jit
 def _nothing(R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """The maxima of no tiles [R, C/16]."""
+    """Maxima [R, C/16] before the first tile: zeros."""
     return gl.zeros((R, C // 16), gl.int32, layout=_maxima_layout(R, C, W))
 
 
@@ -326,30 +326,30 @@ def _cast_kernel(
 
 
 def _strip(shape: Sizes, config: Config) -> int:
-    """Returns how many tiles beside each other one program takes: what it computes once, scales above all, is as long
+    """Return how many tiles beside each other one program takes: what it computes once, scales above all, is as long
     as a tile. One each if there would be too few programs for the chip otherwise."""
     return next((n for n in (8, 4, 2) if tile.tiles(shape, config) >= n * PROGRAMS), 1)
 
 
 def _is_far(shape: Sizes) -> bool:
-    """Returns whether the index of a block may not fit 32 bits."""
+    """Return whether the index of a block may not fit 32 bits."""
     m, k = shape
     return max(m * -(-k // 16), k * -(-m // 16)) >= 2**32
 
 
 def _is_whole(shape: Sizes, config: Config) -> bool:
-    """Returns whether no tile ends outside: the kernel masks nothing then, a tenth of its instructions."""
+    """Return whether no tile ends outside: the kernel masks nothing then, a tenth of its instructions."""
     m, k = shape
     return m > 0 and k > 0 and m % config.rows == 0 and k % config.columns == 0
 
 
 def _config(spec: NVFP4) -> Config:
-    """Returns the fastest tile."""
+    """Return the fastest tile."""
     return CONFIGS[1] if spec.square else CONFIGS[0]
 
 
 def _options(row: Quantizer | None, column: Quantizer | None) -> tuple[NVFP4, NVFP4]:
-    """Returns the settings of both orientations; those of an absent orientation do not matter."""
+    """Return the settings of both orientations; those of an absent orientation do not matter."""
     first, second = row or column, column or row
     assert isinstance(first, NVFP4) and isinstance(second, NVFP4)
     return first, second
@@ -387,7 +387,7 @@ def cast(
 
 
 def _launch(kernel: Any, shape: Sizes, strides: Sizes, config: Config, **constants: Any) -> Launch:
-    """Returns the launch of programs that each take a strip of tiles."""
+    """Return the launch of programs that each take a strip of tiles."""
     strip, own = _strip(shape, config), {"ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps}
     grid = tile.tiles(shape, config._replace(columns=config.columns * strip))
     return Launch(kernel, grid, (*shape, *strides), num_warps=config.warps, **constants, STRIP=strip, **own)

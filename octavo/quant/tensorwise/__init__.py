@@ -23,9 +23,9 @@ from octavo.values import register
 class Tensorwise(FP8Quantizer):
     """FP8 with one scale for the whole tensor: `fp8-current` and `fp8-delayed`.
 
-    The scale is float32 [1, 1]. It follows from the tensor's amax, or from an inverse scale that the caller gives
-    (`encode`, delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One
-    outlier reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
+    The scale is float32 [1, 1]. It follows from the tensor's amax, or from an `inverse_scale` that the caller gives
+    (delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One outlier
+    reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
 
     Args:
         fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less: for gradients.
@@ -58,7 +58,7 @@ class Tensorwise(FP8Quantizer):
     def observe(
         self, x: Tensor, inverse_scale: Tensor, *, row: bool = True, column: bool = True
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
-        """Casts x with a given inverse scale and measures its amax in the same read of x: one step of delayed scaling.
+        """Cast x with a given inverse scale and measure its amax in the same read of x: one step of delayed scaling.
 
         Args:
             x: float32, bfloat16 or float16, of any shape; leading dims are rows.
@@ -71,7 +71,7 @@ class Tensorwise(FP8Quantizer):
 
         Raises:
             UnsupportedDtype: x is no tensor of these dtypes.
-            UnsupportedShape: encode is not one float32 on x's device.
+            UnsupportedShape: inverse_scale is not one float32 on x's device.
 
         Example:
             >>> x = torch.tensor([[3.0, -5.0]])

@@ -192,7 +192,7 @@ def cast(
     x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0],
     transpose_codes: bool | None = None,
 ) -> None:  # fmt: skip
-    """Fills row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
+    """Fill row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
     lead = column if row is None else row
     assert lead is not None
     found = None if cast_args.inverse_scale is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
