@@ -80,7 +80,8 @@ def fill_pair(x: Tensor, pair: QTensorPair, cast_args: "CastArgs") -> None:
     if cast_args.source is not None:
         x, source = read_by((None if q is None else q.spec for q in pair), x, cast_args.groups, cast_args.source)
         cast_args = cast_args._replace(source=source)
-    if row is not None and column is not None and not row.spec._fuses_with(column.spec):
+    is_one = row is None or column is None or row.spec is column.spec
+    if row is not None and column is not None and not (is_one or row.spec._fuses_with(column.spec)):
         row.spec._fill(x, (row, None), cast_args._replace(amax=(cast_args.amax[0], None)))
         column.spec._fill(x, (None, column), cast_args._replace(amax=(None, cast_args.amax[1])))
     else:

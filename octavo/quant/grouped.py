@@ -307,10 +307,10 @@ def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTens
     dim, spec = ORIENTATIONS.index(orientation), q.spec
     end = start + size
     if orientation == "row":
-        codes, shape = q.codes[start:end], (size, q.columns)
+        codes, shape = q.codes[start:end], (size, q.shape[1])
     else:
-        first = start // spec.fmt.packed
-        codes, shape = q.codes[:, first : first + spec._code_columns(size)], (q.rows, size)
+        first, wide = start // spec.fmt.packed, size if spec.fmt.packed == 1 else spec._code_columns(size)
+        codes, shape = q.codes[:, first : first + wide], (q.shape[0], size)
     length = spec.block[dim]
     part = slice(g, g + 1) if length is None else slice(start // length, scale_blocks.ceil_div(end, length))
     scale = q.scale[part] if orientation == "row" else q.scale[:, part]

@@ -83,4 +83,4 @@ def codes_by_inverse_scale(x: Tensor, inverse_scale: Tensor, fmt: Format) -> Cod
     """Return the codes of x by a given inverse scale: finite values saturate, Inf and NaN stay visible."""
     wide = x.float()
     kept = torch.where(wide.isinf(), wide, (wide * inverse_scale).clamp(-fmt.max, fmt.max))
-    return Codes(fmt.encode(kept), divide(1.0, inverse_scale))
+    return Codes(fmt.encode(kept), torch.ones_like(inverse_scale) / inverse_scale)

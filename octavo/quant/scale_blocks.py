@@ -25,8 +25,8 @@ def grid(rows: int, columns: int, block: Block, groups: tuple[int, int] = (1, 1)
 def amax(x: Tensor, block: Block) -> Tensor:
     """Return the largest magnitude of each block, float32 [block rows, block columns]; 0 if empty; NaN wins."""
     m, k = x.shape
-    gm, gk = grid(m, k, block)
     r, c = block[0] or max(m, 1), block[1] or max(k, 1)
+    gm, gk = (1 if block[0] is None else -(-m // r)), (1 if block[1] is None else -(-k // c))
     padded = F.pad(x.float().abs(), (0, gk * c - k, 0, gm * r - m))
     return padded.view(gm, r, gk, c).amax((1, 3))
 

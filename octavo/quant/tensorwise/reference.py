@@ -19,7 +19,10 @@ def cast(x: Tensor, spec: Quantizer, amax: Tensor | None, cast_args: CastArgs, i
     running_amax = cast_args.running_amax
     if running_amax is not None:
         largest = scale_blocks.amax(x, spec.block).view_as(running_amax)
-        put(running_amax, torch.maximum(running_amax, largest), cast_args.skip)
+        if cast_args.skip is None:
+            running_amax.copy_(torch.maximum(running_amax, largest))
+        else:
+            put(running_amax, torch.maximum(running_amax, largest), cast_args.skip)
     if cast_args.inverse_scale is None:
         return codes_by_amax(x, amax, spec, FLOAT32_MAX)
     return codes_by_inverse_scale(x, cast_args.inverse_scale.view(1, 1), spec.fmt)
