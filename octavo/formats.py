@@ -14,9 +14,9 @@ The clamp before each cast is deliberate: torch 2.11 turns an E4M3 overflow into
 an E5M2 overflow into Inf.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -181,15 +181,15 @@ def _decode_e8m0(codes: Tensor) -> Tensor:
     return torch.where(byte == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
-_ENCODERS = {
-    "E4M3": lambda x: _encode_fp8(x, E4M3),
-    "E5M2": lambda x: _encode_fp8(x, E5M2),
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "E4M3": partial(_encode_fp8, fmt=E4M3),
+    "E5M2": partial(_encode_fp8, fmt=E5M2),
     "E2M1": _encode_e2m1,
     "E8M0": _encode_e8m0,
 }
-_DECODERS = {
-    "E4M3": lambda codes: _decode_fp8(codes, E4M3),
-    "E5M2": lambda codes: _decode_fp8(codes, E5M2),
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "E4M3": partial(_decode_fp8, fmt=E4M3),
+    "E5M2": partial(_decode_fp8, fmt=E5M2),
     "E2M1": _decode_e2m1,
     "E8M0": _decode_e8m0,
 }

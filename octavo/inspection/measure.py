@@ -18,12 +18,13 @@ from octavo.communication.all_reduced_amaxes import all_reduced_amaxes, all_redu
 from octavo.inspection.statistics import Cast, record_operand, record_result
 from octavo.ops.grouped_linear_layer import given_rows
 from octavo.quant import scale_blocks
+from octavo.quant.casts import as_matrix, quantize_pair
 from octavo.quant.grouped import GroupedTensor, groups_amax, quantize_groups
 from octavo.quant.groups import BLOCK, Groups, split
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QTensor
-from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
+from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16
 from octavo.recipes import recipe as resolve

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.quant.casts import as_matrix
 from octavo.quant.proto import TensorProto
-from octavo.quant.quantizer import Quantizer, QuantizerPair, as_matrix
+from octavo.quant.quantizer import Quantizer, QuantizerPair
 from octavo.runtime.contract import ForwardResult, Layer, Tensors
 from octavo.values import Value, register
 

@@ -35,6 +35,7 @@ from octavo.ops.matmul import (
     saved_scaling,
     weight_cast_args,
 )
+from octavo.quant.casts import in_order
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
     GroupedTensor,
@@ -50,7 +51,7 @@ from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
-from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.quant.scale_blocks import is_square
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import LinearQuant, Recipe

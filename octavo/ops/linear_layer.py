@@ -38,19 +38,11 @@ from octavo.ops.matmul import (
     saved_scaling,
     weight_cast_args,
 )
+from octavo.quant.casts import as_matrix, empty_pair, fill_pair, in_order, quantize_pair
+from octavo.quant.orientation import column_axis
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
-from octavo.quant.quantizer import (
-    CastArgs,
-    Quantizer,
-    QuantizerPair,
-    as_matrix,
-    column_axis,
-    empty_pair,
-    fill_pair,
-    in_order,
-    quantize_pair,
-)
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.quant.tensorwise import Tensorwise
 from octavo.runtime.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.runtime.deferred_wgrad import abstract_dy_buffers

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.communication.all_reduced_amaxes import all_reduced_cast, number_of
+from octavo.quant.casts import as_matrix, quantize_pair
+from octavo.quant.orientation import column_axis
 from octavo.quant.proto import TensorProto
-from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, as_matrix, column_axis, quantize_pair
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.recipes import BF16, Recipe
 from octavo.runtime.contract import ForwardResult, Layer, Tensors
 from octavo.scaling import cast_arguments

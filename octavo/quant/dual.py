@@ -19,7 +19,7 @@ from octavo.quant.tile import named_rows
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Returns a layout with sixteen neighbours of a row per thread, and the rows spread over the warps."""
+    """Return a layout with sixteen neighbours of a row per thread, and the rows spread over the warps."""
     across = min(columns // 16, 32)
     return gl.BlockedLayout([1, 16], [32 // across, across], [warps, 1], [1, 0])
 
@@ -84,14 +84,14 @@ def store_codes_inside(
 
 @gluon.constexpr_function
 def _pair_layout(columns, warps):
-    """Returns `row_layout` for pairs of neighbours: eight per thread."""
+    """Return `row_layout` for pairs of neighbours: eight per thread."""
     across = min(columns // 16, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _transposed_layout(rows, columns, warps):
-    """Returns a layout of [columns / 2, rows] with up to sixteen neighbours of a row per thread, so that no thread is
+    """Return a layout of [columns / 2, rows] with up to sixteen neighbours of a row per thread, so that no thread is
     idle."""
     each = max(4, min(16, rows * columns // (64 * warps)))
     across = min(rows // each, 32)

@@ -37,7 +37,7 @@ class GradientCodes:
         self._stand_in: Tensor | None = None
 
     def put(self, codes: GroupedTensor) -> Tensor:
-        """Stores codes for the layer's backward. Codes that no backward took are dropped.
+        """Store codes for the layer's backward. Codes that no backward took are dropped.
 
         Args:
             codes: rows of the gradient of y, in the groups of x. Their `dtype` is that of y.
@@ -64,7 +64,7 @@ class GradientCodes:
         return self._stand_in
 
     def take(self, dy: Tensor) -> GroupedTensor | None:
-        """Returns the codes that `dy` stands for, and keeps them no longer. The layer's backward calls it.
+        """Return the codes that `dy` stands for, and keep them no longer. The layer's backward calls it.
 
         Args:
             dy: the gradient of y that autograd passed.

@@ -16,26 +16,18 @@ from torch import Tensor
 
 from octavo._torch.fakes import is_fake
 from octavo._torch.tensors import register_pytree_node
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedDevice, UnsupportedShape
 from octavo.quant import scale_blocks
+from octavo.quant.cast_checks import check_fits, check_flag, check_float, check_scaling, check_source
+from octavo.quant.casts import KNOWN, as_matrix, fill_pair, read_by
 from octavo.quant.groups import BLOCK, Groups
-from octavo.quant.groups.reference import gathered, pack
-from octavo.quant.proto import TensorProto
+from octavo.quant.groups.reference import pack
 from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
-from octavo.quant.quantizer import (
-    KNOWN,
-    AmaxPair,
-    CastArgs,
-    Quantizer,
-    as_matrix,
-    check_flag,
-    check_float,
-    fill_pair,
-)
+from octavo.quant.quantizer import AmaxPair, CastArgs, GroupCounts, Quantizer
 
 
 class GroupedJoin(torch.autograd.Function):
-    """Returns the values and sends their gradient to a token; that of rows from `end` on is zero, as their values
+    """Return the values and send their gradient to an anchor; that of rows from `end` on is zero, as their values
     are."""
 
     @staticmethod
@@ -108,7 +100,7 @@ class GroupedTensor:
         return self.anchor is not None and self.anchor.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterates over the tensors inside, in a fixed order.
+        """Iterate over the tensors inside, in a fixed order.
 
         Yields:
             The tensors of the QTensor, those of `columns`, then those of the groups.
@@ -124,7 +116,7 @@ class GroupedTensor:
         yield from self.groups.tensors()
 
     def nbytes(self) -> int:
-        """Counts the bytes of all tensors inside, padding included.
+        """Count the bytes of all tensors inside, padding included.
 
         Returns:
             The number of bytes.
@@ -137,7 +129,7 @@ class GroupedTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the values that the codes stand for, packed as they came, with a gradient if there is a token. The
+        """Return the values that the codes stand for, packed as they came, with a gradient if there is an anchor. The
         host reads nothing from the device.
 
         Args:
@@ -166,7 +158,7 @@ class GroupedTensor:
         return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
 
     def members(self) -> list[QTensor]:
-        """Returns the groups by themselves. The host reads the sizes, and so waits for the device.
+        """Return the groups by themselves. The host reads the sizes, and so waits for the device.
 
         Returns:
             A QTensor for each group, as views of this one: `Quantizer.quantize_into` of one changes both. Those of rows
@@ -183,11 +175,11 @@ class GroupedTensor:
         found = [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
         if self.anchor is None or self.orientation != "row":
             return found
-        tokens = torch.split(self.anchor[: sum(sizes)], sizes)
-        return [replace(q, anchor=anchor) for q, anchor in zip(found, tokens, strict=True)]
+        anchors = torch.split(self.anchor[: sum(sizes)], sizes)
+        return [replace(q, anchor=anchor) for q, anchor in zip(found, anchors, strict=True)]
 
     def detach(self) -> "GroupedTensor":
-        """Returns the same codes without a gradient.
+        """Return the same codes without a gradient.
 
         Returns:
             A GroupedTensor that shares the memory of this one.
@@ -201,7 +193,7 @@ class GroupedTensor:
         return replace(self, anchor=None)
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
-        """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
+        """Split this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
         part of either.
 
         Returns:
@@ -245,7 +237,7 @@ Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str, Quantizer | 
 
 
 def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
-    """Returns the GroupedTensor whose `save` returned these."""
+    """Return the GroupedTensor whose `save` returned these."""
     spec, shape, dtype, rows, orientation, column = settings
     rest = list(tensors)
     q = _taken(rest, spec, shape, dtype)
@@ -254,7 +246,7 @@ def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
 
 
 def _taken(rest: list[Tensor], spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-    """Removes the tensors of a QTensor from the head of a list, and returns it."""
+    """Remove the tensors of a QTensor from the head of a list, and return it."""
     codes, scale = rest.pop(0), rest.pop(0)
     return QTensor(codes, scale, spec, shape, dtype, rest.pop(0) if spec.two_level else None)
 
@@ -272,131 +264,102 @@ def _unflatten(parts: Iterable[Any], settings: tuple[Any, ...]) -> GroupedTensor
 register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, as a QTensor is
 
 
-# -- shapes, stated once -----------------------------------------------------------------------------------------------
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+def _along(orientation: str, number: int) -> GroupCounts:
+    """Return how many groups each dim has: the rows of x are the columns of x.T."""
+    return (number, 1) if orientation == "row" else (1, number)
 
 
 def grouped_proto(
     spec: Quantizer, padded: int, number: int, k: int, orientation: str, dtype: torch.dtype, device: torch.device
 ) -> QProto:
-    """Returns, without data, the QTensor of `number` groups of rows of k elements, padded to `padded` rows."""
+    """Return, without data, the QTensor of `number` groups of rows of k elements, padded to `padded` rows."""
     shape = (padded, k) if orientation == "row" else (k, padded)
-    codes = TensorProto((shape[0], spec._code_columns(shape[1])), spec.fmt.dtype, device)
-    grid = _grid(spec, shape, number, orientation)
-    kind = torch.float32 if spec.scale_format is None else torch.uint8
-    scale = TensorProto(grid, kind, device, scale_strides(spec, grid))
-    level2 = TensorProto((number,), torch.float32, device) if spec.two_level else None
-    return QProto(codes, scale, spec, shape, dtype, level2)
+    return spec._proto(shape, dtype, device, _along(orientation, number))
 
 
 @lru_cache(maxsize=4096)
 def _cached_proto(number: int, *where: Any) -> QProto:
-    """Caches `grouped_proto` by the quantizer's number: an eager layer needs the same few at every step."""
+    """Cache `grouped_proto` by the quantizer's number: an eager layer needs the same few at every step."""
     return grouped_proto(KNOWN[number], *where)
 
 
-def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
-    """Returns the blocks per dim. If a block spans the whole grouped dim, there is one per group."""
-    down, across = scale_blocks.grid(*shape, spec.block)
-    r, c = spec.block
-    return (number if orientation == "row" and r is None else down), (
-        number if orientation == "column" and c is None else across
-    )
-
-
 def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
-    """Returns the strides of the scale; None for row-major. If every row has its own scales (rowwise too), rows are
-    fastest: a tile then writes contiguous scales."""
-    return (1, max(grid[0], 1)) if spec.block[0] == 1 else None
+    """Return the strides of the scale of rows in groups; None for row-major."""
+    return spec._scale_strides(*grid, is_grouped=True)
 
 
 def grouped_assemble(
     spec: Quantizer, parts: Sequence[Tensor], number: int, orientation: str, k: int, dtype: torch.dtype
 ) -> QTensor:
-    """Returns the QTensor with these `tensors()`; codes may be plain bytes, the scale flat."""
-    codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
-    shape = (codes.shape[0], k) if orientation == "row" else (codes.shape[0], codes.shape[1] * spec.fmt.packed)
-    scale = parts[1]
-    if scale.dim() == 1:  # flat
-        grid = _grid(spec, shape, number, orientation)
-        scale = scale.as_strided(grid, scale_strides(spec, grid) or (grid[1], 1))
-    return QTensor(codes, scale, spec, shape, dtype, parts[2] if spec.two_level else None)
+    """Return the QTensor with these `tensors()`; codes may be plain bytes, the scale flat."""
+    rows, columns = parts[0].shape
+    shape = (rows, k) if orientation == "row" else (rows, columns * spec.fmt.packed)
+    if parts[1].dim() == 1:
+        parts = parts[0], spec._unflattened(parts[1], *shape, _along(orientation, number)), *parts[2:]
+    return spec.assemble(parts, shape, dtype)
 
 
 def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTensor:
-    """Returns the QTensor of group g, `size` padded-layout rows from `start`, as views: its rows quantized alone."""
+    """Return the QTensor of group g, `size` padded-layout rows from `start`, as views: its rows quantized alone."""
     dim, spec = ORIENTATIONS.index(orientation), q.spec
     end = start + size
     if orientation == "row":
-        codes, shape = q.codes[start:end], (size, q.columns)
+        codes, shape = q.codes[start:end], (size, q.shape[1])
     else:
-        first = start // spec.fmt.packed
-        codes, shape = q.codes[:, first : first + spec._code_columns(size)], (q.rows, size)
+        first, wide = start // spec.fmt.packed, size if spec.fmt.packed == 1 else spec._code_columns(size)
+        codes, shape = q.codes[:, first : first + wide], (q.shape[0], size)
     length = spec.block[dim]
     part = slice(g, g + 1) if length is None else slice(start // length, scale_blocks.ceil_div(end, length))
     scale = q.scale[part] if orientation == "row" else q.scale[:, part]
     return QTensor(codes, scale, spec, shape, q.dtype, None if q.global_scale is None else q.global_scale[g : g + 1])
 
 
-# -- quantize ----------------------------------------------------------------------------------------------------------
+# -- quantize ------------------------------------------------------------------------------------------------------
 
 
 def quantize_groups(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, cast_args: CastArgs | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """Quantizes x [rows, K] in the orientations that have a quantizer, each group by itself, from one read of x. The
+    """Quantize x [rows, K] in the orientations that have a quantizer, each group by itself, from one read of x. The
     cast never reads the tail, so no amax includes it. `cast_args` holds one inverse scale and one running amax per
     group. If it has a `source`, x [T, K] has any number of rows, and the result is that of x[source], bit for bit."""
-    matrix = _matrix(x, groups, None if cast_args is None else cast_args.source)
-    cast_args = _checked(matrix, (row, column), groups, cast_args)
+    matrix, cast_args = _checked(x, (row, column), groups, cast_args)
+    where = groups.padded, groups.number, matrix.shape[1]
     first, second = (
-        None if spec is None else _empty(spec, groups, matrix, orientation)
-        for spec, orientation in zip((row, column), ORIENTATIONS, strict=True)
+        None if spec is None else _cached_proto(spec.number, *where, side, x.dtype, x.device).empty()
+        for spec, side in zip((row, column), ORIENTATIONS, strict=True)
     )
     if not is_fake(matrix):  # a fake tensor has no values, and its groups have no sizes
-        _fill(matrix, (None if first is None else first.q, None if second is None else second.q), cast_args)
-    return first, second
-
-
-def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> GroupedTensor:
-    proto = _cached_proto(spec.number, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
-    return GroupedTensor(proto.empty(), groups, orientation)
+        fill_pair(matrix, (first, second), cast_args)
+    return (
+        None if first is None else GroupedTensor(first, groups, "row"),
+        None if second is None else GroupedTensor(second, groups, "column"),
+    )
 
 
 def fill_groups(
     x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], cast_args: CastArgs | None = None
 ) -> None:
-    """Quantizes x into existing GroupedTensors, in place. A `skip` flag that is not zero leaves them unchanged. A
+    """Quantize x into existing GroupedTensors, in place. A `skip` flag that is not zero leaves them unchanged. A
     `source` names the rows of x, as in `quantize_groups`."""
     lead = pair[1] if pair[0] is None else pair[0]
     if lead is None:
         return
-    groups = lead.groups
-    row, column = (None if t is None else t.q for t in pair)
-    matrix = _matrix(x, groups, None if cast_args is None else cast_args.source)
-    cast_args = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, cast_args)
-    for q, orientation in zip((row, column), ORIENTATIONS, strict=True):
+    groups, (row, column) = lead.groups, (None if t is None else t.q for t in pair)
+    matrix, cast_args = _checked(x, [None if q is None else q.spec for q in (row, column)], groups, cast_args)
+    where = groups.padded, groups.number, matrix.shape[1]
+    for q, side in zip((row, column), ORIENTATIONS, strict=True):
         if q is not None:
-            _check_fits(q, groups, matrix, orientation)
-    _fill(matrix, (row, column), cast_args)
-
-
-def _fill(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
-    x, source = _read_by(x, [None if q is None else q.spec for q in pair], cast_args.groups, cast_args.source)
-    fill_pair(x, pair, cast_args._replace(source=source))
-
-
-def _read_by(
-    x: Tensor, specs: Sequence[Quantizer | None], groups: Groups | None, source: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the matrix that these quantizers read, and the rows that they take from it. A copy of those rows, unless
-    every quantizer gathers them itself."""
-    if source is None or groups is None or all(spec is None or spec.gathers for spec in specs):
-        return x, source
-    return gathered(x, source, groups), None
+            proto = _cached_proto(q.spec.number, *where, side, q.dtype, x.device)
+            check_fits(q, proto, "fill_groups", "grouped_proto(...)")
+    fill_pair(matrix, (row, column), cast_args)
 
 
 def both_orientations(t: GroupedTensor) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """Returns the row and the column codes of t, without a gradient."""
+    """Return the row and the column codes of t, without a gradient."""
     if t.orientation == "column":
         return None, t.detach()
     columns = None if t.columns is None else GroupedTensor(t.columns, t.groups, "column")
@@ -404,14 +367,12 @@ def both_orientations(t: GroupedTensor) -> tuple[GroupedTensor | None, GroupedTe
 
 
 def transposed(t: GroupedTensor) -> GroupedTensor:
-    """Returns the other orientation of t in memory of its own, with the bytes that a cast of the values would write.
-    Raises a TypeError unless the scheme's blocks are square."""
-    q, groups, turned = t.q, t.groups, ORIENTATIONS[1 - ORIENTATIONS.index(t.orientation)]
-    q.spec._check_square()
-    k = q.columns if t.orientation == "row" else q.rows
-    out = _cached_proto(q.spec.number, groups.padded, groups.number, k, turned, q.dtype, q.device).empty()
-    q.spec._fill_transposed(q, out)
-    return GroupedTensor(out, groups, turned)
+    """Return the other orientation of t in memory of its own, with the bytes that a cast of the values would write.
+    Raise a TypeError unless the scheme's blocks are square."""
+    q, groups = t.q, t.groups
+    other, k = ("column", q.columns) if t.orientation == "row" else ("row", q.rows)
+    proto = _cached_proto(q.spec.number, groups.padded, groups.number, k, other, q.dtype, q.device)
+    return GroupedTensor(q.spec._transposed(q, proto), groups, other)
 
 
 def groups_amax(
@@ -423,7 +384,7 @@ def groups_amax(
     skip: Tensor | None = None,
     source: Tensor | None = None,
 ) -> AmaxPair:
-    """Returns the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
+    """Return the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
     float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. If
     the `skip` flag on the device is not zero, they are not needed, and the result is unspecified. They are those of
     x[source] if a `source` is given."""
@@ -437,23 +398,8 @@ def groups_amax(
     lead = column if row is None else row
     if lead is None:
         return None, None
-    matrix, source = _read_by(matrix, (row, column), groups, None if source is None else source.contiguous())
+    matrix, source = read_by((row, column), matrix, groups, None if source is None else source.contiguous())
     return lead._measured(matrix, row, column, check_flag(skip, x), groups, source)
-
-
-def check_source(source: Tensor, x: Tensor) -> int:
-    """Raises unless `source` can name rows of x. Returns how many rows it makes."""
-    if not isinstance(source, Tensor):
-        raise UnsupportedDtype(f"source is a tensor, got {type(source).__name__}. Use torch.as_tensor first.")
-    if source.dtype != torch.int32:
-        raise UnsupportedDtype(f"source is int32, got {source.dtype}. Use source.to(torch.int32).")
-    if source.dim() != 1:
-        raise UnsupportedShape(
-            f"source is a vector, the row of x for each row to quantize, got shape {tuple(source.shape)}. Flatten it."
-        )
-    if source.device != x.device:
-        raise UnsupportedDevice(f"x is on {x.device} and source on {source.device}. Move source first.")
-    return source.shape[0]
 
 
 def _matrix(x: Tensor, groups: Groups, source: Tensor | None) -> Tensor:
@@ -466,39 +412,22 @@ def _matrix(x: Tensor, groups: Groups, source: Tensor | None) -> Tensor:
     return matrix
 
 
-def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_args: CastArgs | None) -> CastArgs:
-    """Checks `cast_args` and returns it with these groups."""
-    if cast_args is None:
-        cast_args = CastArgs()
-    for spec in specs:
-        if spec is not None and spec.is_stochastic and cast_args.seed is None:
-            raise UnsupportedConfig(f"{spec} rounds stochastically and needs a seed, an int64 tensor [seed, step].")
-        if spec is not None and cast_args.inverse_scale is not None and not spec.takes_inverse_scale:
-            raise UnsupportedConfig(
-                f"{spec} derives its scales from the data; a given inverse scale is for Tensorwise."
-            )
+def _checked(
+    x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_args: CastArgs | None
+) -> tuple[Tensor, CastArgs]:
+    """Check x and `cast_args`; return x as a matrix, and `cast_args` with these groups."""
+    cast_args = CastArgs() if cast_args is None else cast_args
+    matrix, number = _matrix(x, groups, cast_args.source), groups.number
+    check_scaling(specs, cast_args)
     for name, t in (("inverse_scale", cast_args.inverse_scale), ("running_amax", cast_args.running_amax)):
-        if t is not None:
-            _check_vector(t, name, groups.number, x.device)
+        # kernels read and write one contiguous float32 per group
+        if t is not None and (
+            t.shape != (number,) or t.dtype != torch.float32 or t.device != x.device or not t.is_contiguous()
+        ):
+            raise UnsupportedShape(
+                f"{name} of {number} groups is float32 [{number}] on {x.device}, contiguous; "
+                f"got {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}."
+            )
     check_flag(cast_args.skip, x)
     source = None if cast_args.source is None else cast_args.source.contiguous()
-    return cast_args._replace(groups=groups, source=source)
-
-
-def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> None:
-    """Raises unless t has one contiguous float32 element per group, as kernels read and write it."""
-    if t.shape != (number,) or t.dtype != torch.float32 or t.device != device or not t.is_contiguous():
-        raise UnsupportedShape(
-            f"{name} of {number} groups is float32 [{number}] on {device}, contiguous; "
-            f"got {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}."
-        )
-
-
-def _check_fits(q: QTensor, groups: Groups, x: Tensor, orientation: str) -> None:
-    why = _cached_proto(
-        q.spec.number, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device
-    ).unsupported_reason(q)
-    if why:
-        raise UnsupportedShape(
-            f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."
-        )
+    return matrix, cast_args._replace(groups=groups, source=source)

@@ -2,9 +2,9 @@
 
     octavo::quantize_groups (Tensor x, Tensor sizes, Tensor? seed, Tensor? source, str row, str column) -> Tensor[]
 
-Its results are a token, the codes as bytes and flat scales of each orientation that has a quantizer, and the places of
-the groups. The token has the shape of the rows in one stored element. Its gradient is that of the values, and goes to x
-unchanged; with a `source`, each row of x gets the sum of the rows that were copied from it.
+Its results are a gradient anchor, the codes as bytes and flat scales of each orientation that has a quantizer, and the
+places of the groups. The anchor has the shape of the rows in one stored element. Its gradient is that of the values,
+and goes to x unchanged; with a `source`, each row of x gets the sum of the rows that were copied from it.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.quant import grouped
+from octavo.quant.cast_checks import check_source
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups, abstract, split
 from octavo.quant.qtensor import ORIENTATIONS, QTensor
@@ -25,9 +26,9 @@ Pair = tuple[Quantizer | None, Quantizer | None]
 
 
 def cast_groups(x: Tensor, sizes: Tensor, pair: Pair, seed: Tensor | None, source: Tensor | None) -> GroupedTensor:
-    """Returns a GroupedTensor of x's rows in groups, with a gradient if x requires one."""
+    """Return a GroupedTensor of x's rows in groups, with a gradient if x requires one."""
     needs = x.requires_grad and torch.is_grad_enabled()
-    rows = math.prod(x.shape[:-1]) if source is None else grouped.check_source(source, x)
+    rows = math.prod(x.shape[:-1]) if source is None else check_source(source, x)
     anchor = None
     if torch.compiler.is_compiling():
         keys = ["" if spec is None else spec.key for spec in pair]
@@ -48,7 +49,7 @@ def cast_groups(x: Tensor, sizes: Tensor, pair: Pair, seed: Tensor | None, sourc
 
 
 class _Carrier(torch.autograd.Function):
-    """Returns the token of x."""
+    """Return the gradient anchor of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor | None, start: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def _anchor(x: Tensor, source: Tensor | None) -> Tensor:
 
 
 def _gradient(dy: Tensor, shape: Sequence[int], source: Tensor | None, start: Tensor) -> Tensor:
-    """Returns the gradient of x from that of its token. Sums of rows are float32, in a fixed order."""
+    """Return the gradient of x from that of its anchor. Sums of rows are float32, in a fixed order."""
     if source is None:
         return dy.reshape(shape)
     tokens = math.prod(shape[:-1])
@@ -111,20 +112,20 @@ def _parsed(row: str, column: str) -> Pair:
 
 
 def _crossing(q: QTensor) -> list[Tensor]:
-    """Returns the tensors of q as they leave a node: codes as bytes, which have no gradient, and the scale flat."""
+    """Return the tensors of q as they leave a node: codes as bytes, which have no gradient, and the scale flat."""
     level2 = [] if q.global_scale is None else [q.global_scale]
     return [q.codes.view(torch.uint8), q.scale.as_strided((q.scale.numel(),), (1,)), *level2]
 
 
 def _assembled(parts: Sequence[Tensor], x: Tensor, pair: Pair, number: int) -> tuple[QTensor | None, QTensor | None]:
-    """Returns the codes that left a node."""
-    row, column = pair
-    split_at = 0 if row is None else 3 if row.two_level else 2
-    k, dtype = x.shape[-1], x.dtype
-    return (
-        None if row is None else grouped.grouped_assemble(row, parts[:split_at], number, "row", k, dtype),
-        None if column is None else grouped.grouped_assemble(column, parts[split_at:], number, "column", k, dtype),
-    )
+    """Return the codes that left a node."""
+    found: list[QTensor | None] = []
+    for spec, side in zip(pair, ORIENTATIONS, strict=True):
+        found.append(
+            None if spec is None else grouped.grouped_assemble(spec, parts, number, side, x.shape[-1], x.dtype)
+        )
+        parts = parts if spec is None else parts[3 if spec.two_level else 2 :]
+    return found[0], found[1]
 
 
 def _set_up(ctx: Any, inputs: Any, output: list[Tensor]) -> None:

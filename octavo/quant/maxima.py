@@ -11,7 +11,7 @@ from octavo.quant.quantizer import AmaxPair, Quantizer
 def amax(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
 ) -> AmaxPair:
-    """Returns the largest magnitude of each block, in each orientation that has a quantizer."""
+    """Return the largest magnitude of each block, in each orientation that has a quantizer."""
     x = x if groups is None else in_blocks(x, groups)
     return (
         None if row is None else scale_blocks.amax(x, row.block),

@@ -21,7 +21,7 @@ _NAMED: tuple[Quantizer, ...] = (  # the partners that a refusal may name
 
 
 def check_pair(a: Quantizer, b: Quantizer, *, operands: str = "The operands of gemm") -> None:
-    """Raises if no GEMM multiplies codes of `a` by codes of `b`. `operands` is the subject of the message."""
+    """Raise if no GEMM multiplies codes of `a` by codes of `b`. `operands` is the subject of the message."""
     why = _misfit(a, b)
     if why:
         first, *second = [(_written(q), _listed(partners(q))) for q in dict.fromkeys((a, b))]
@@ -30,7 +30,7 @@ def check_pair(a: Quantizer, b: Quantizer, *, operands: str = "The operands of g
 
 
 def _misfit(a: Quantizer, b: Quantizer) -> str:
-    """Returns the rule that the pair breaks and the way to keep it; empty if the pair fits."""
+    """Return the rule that the pair breaks and the way to keep it; empty if the pair fits."""
     if a.fmt == b.fmt == E5M2:
         return "no chip multiplies E5M2 by E5M2. Keep one of them in E4M3"
     if a.block[1] != b.block[1] or a.scale_format != b.scale_format:
@@ -43,7 +43,7 @@ def _misfit(a: Quantizer, b: Quantizer) -> str:
 
 
 def partners(q: Quantizer) -> tuple[Quantizer, ...]:
-    """Returns quantizers that fit `q`: Octavo's, or else `q` itself, if two operands may have it."""
+    """Return quantizers that fit `q`: Octavo's, or else `q` itself, if two operands may have it."""
     found = tuple(other for other in _NAMED if not _misfit(q, other))
     return found or (() if _misfit(q, q) else (q,))
 
@@ -53,6 +53,6 @@ def _listed(quantizers: tuple[Quantizer, ...]) -> str:
 
 
 def _written(q: Quantizer) -> str:
-    """Returns the quantizer as Python code writes it: by the name of its class."""
+    """Return the quantizer as Python code writes it: by the name of its class."""
     _, bracket, settings = q.key.partition("(")
     return type(q).__name__ + bracket + settings

@@ -33,7 +33,7 @@ class TensorProto:
 
     @classmethod
     def of(cls, x: Tensor) -> "TensorProto":
-        """Returns the description of a tensor.
+        """Return the description of a tensor.
 
         Args:
             x: the tensor.
@@ -49,14 +49,14 @@ class TensorProto:
 
     @cached_property
     def empty(self) -> Callable[[], Tensor]:
-        """Allocates the tensor, uninitialized: `proto.empty()`. A function made once, since layers call it at every
+        """Allocate the tensor, uninitialized: `proto.empty()`. A function made once, since layers call it at every
         step."""
         if self.strides is None:
             return partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
         return partial(torch.empty_strided, self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def unsupported_reason(self, x: Tensor) -> str:
-        """Returns how a tensor differs from this description, in words.
+        """Return how a tensor differs from this description, in words.
 
         Args:
             x: the tensor to compare. The stride of a dim of one element is ignored.

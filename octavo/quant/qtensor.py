@@ -28,7 +28,7 @@ ORIENTATIONS = ("row", "column")  # of an operand: contracted over its last dim,
 
 
 class Join(torch.autograd.Function):
-    """Returns the values and sends their gradient to a token."""
+    """Return the values and send their gradient to an anchor."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class QTensor:
         return self.anchor is not None and self.anchor.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterates over the tensors inside, in the order that `Quantizer.assemble` takes.
+        """Iterate over the tensors inside, in the order that `Quantizer.assemble` takes.
 
         Yields:
             The codes, the scales, and the global scale if there is one.
@@ -117,7 +117,7 @@ class QTensor:
             yield self.global_scale
 
     def nbytes(self) -> int:
-        """Counts the bytes of codes and scales.
+        """Count the bytes of codes and scales.
 
         Returns:
             The number of bytes.
@@ -125,7 +125,7 @@ class QTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the values that the codes stand for, with a gradient if there is a token.
+        """Return the values that the codes stand for, with a gradient if there is an anchor.
 
         Args:
             dtype: float32, bfloat16 or float16; None is the dtype of the tensor that was quantized.
@@ -140,7 +140,7 @@ class QTensor:
         return values if self.anchor is None else Join.apply(values, self.anchor)  # type: ignore[no-untyped-call]
 
     def transpose(self) -> "QTensor":
-        """Returns the codes of the transpose, without quantizing again.
+        """Return the codes of the transpose, without quantizing again.
 
         Returns:
             A QTensor of shape [K, M], which is contracted over M. It carries no gradient.
@@ -156,7 +156,7 @@ class QTensor:
         return self.spec.transpose(self)
 
     def __getitem__(self, rows: slice) -> "QTensor":
-        """Returns a range of rows as views, if it cuts no block: `q[128:256]`."""
+        """Return a range of rows as views, if it cuts no block: `q[128:256]`."""
         if not isinstance(rows, slice) or rows.step not in (None, 1) or len(self.shape) != 2:
             raise UnsupportedShape(f"A QTensor matrix is sliced by a range of rows, q[a:b]; got {rows!r} of {self!r}.")
         start, stop, _ = rows.indices(self.rows)
@@ -210,7 +210,7 @@ class QProto:
     global_scale: TensorProto | None = None
 
     def empty(self, scale: Tensor | None = None) -> QTensor:
-        """Allocates the QTensor, uninitialized: memory for `Quantizer.quantize_into`.
+        """Allocate the QTensor, uninitialized: memory for `Quantizer.quantize_into`.
 
         Args:
             scale: the tensor to use for the scales; None allocates one.
@@ -228,7 +228,7 @@ class QProto:
         return QTensor(self.codes.empty(), scale, self.spec, self.shape, self.dtype, level2)
 
     def unsupported_reason(self, q: QTensor) -> str:
-        """Returns how a QTensor differs from this description, in words.
+        """Return how a QTensor differs from this description, in words.
 
         Args:
             q: the QTensor to compare.

@@ -15,23 +15,24 @@ def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
-def grid(rows: int, columns: int, block: Block) -> tuple[int, int]:
-    """Returns the blocks per dim of a [rows, columns] matrix. A whole dim is one block, even of no elements."""
+def grid(rows: int, columns: int, block: Block, groups: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """Return the blocks per dim of a [rows, columns] matrix. A whole dim is one block, even of no elements, or as many
+    as the dim has groups."""
     r, c = block
-    return (1 if r is None else ceil_div(rows, r)), (1 if c is None else ceil_div(columns, c))
+    return (groups[0] if r is None else -(-rows // r)), (groups[1] if c is None else -(-columns // c))
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
-    """Returns the largest magnitude of each block, float32 [block rows, block columns]; 0 if empty; NaN wins."""
+    """Return the largest magnitude of each block, float32 [block rows, block columns]; 0 if empty; NaN wins."""
     m, k = x.shape
-    gm, gk = grid(m, k, block)
     r, c = block[0] or max(m, 1), block[1] or max(k, 1)
+    gm, gk = (1 if block[0] is None else -(-m // r)), (1 if block[1] is None else -(-k // c))
     padded = F.pad(x.float().abs(), (0, gk * c - k, 0, gm * r - m))
     return padded.view(gm, r, gk, c).amax((1, 3))
 
 
 def spread(values: Tensor, block: Block, rows: int, columns: int) -> Tensor:
-    """Repeats a value per block over its elements: to a shape that broadcasts to [rows, columns]."""
+    """Repeat a value per block over its elements: to a shape that broadcasts to [rows, columns]."""
     r, c = block
     if r not in (None, 1):
         values = values.repeat_interleave(r, 0)[:rows]
@@ -45,11 +46,11 @@ def is_square(block: Block) -> bool:
 
 
 def pad_columns(x: Tensor, multiple: int) -> Tensor:
-    """Appends zero columns up to a multiple."""
+    """Append zero columns up to a multiple."""
     missing = -x.shape[1] % multiple
     return F.pad(x, (0, missing)) if missing else x
 
 
 def no_larger(x: Tensor, limit: float) -> Tensor:
-    """Clamps to ±limit; NaN passes through."""
+    """Clamp to ±limit; NaN passes through."""
     return torch.clamp(x, -limit, limit)

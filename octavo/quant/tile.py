@@ -26,8 +26,12 @@ from octavo.launch import Variant as Variant
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
+from octavo.quant.scale import FLOAT32_MAX, FP8Quantizer
 
 S = TypeVar("S", bound=Quantizer)
+
+
+Sizes = tuple[int, ...]
 
 
 class Config(NamedTuple):
@@ -49,14 +53,14 @@ POINTERS = {
 }
 
 
-def tiles(shape: tuple[int, ...], config: Config) -> int:
-    """Returns the grid: at least one tile per dim, so that the kernel writes scales of empty tensors too."""
+def tiles(shape: Sizes, config: Config) -> int:
+    """Return the grid: at least one tile per dim, so that the kernel writes scales of empty tensors too."""
     m, k = shape
     return max(1, -(-m // config.rows)) * max(1, -(-k // config.columns))
 
 
 def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
-    """Returns the quantizer that both orientations share."""
+    """Return the quantizer that both orientations share."""
     lead = column if row is None else row
     assert lead is not None
     spec = lead.spec
@@ -64,8 +68,8 @@ def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
     return spec
 
 
-def shape_inside(x: Tensor, groups: Groups | None) -> tuple[int, ...]:
-    """Returns the shape that a kernel writes: rows in groups fill whole blocks."""
+def shape_inside(x: Tensor, groups: Groups | None) -> Sizes:
+    """Return the shape that a kernel writes: rows in groups fill whole blocks."""
     return x.shape if groups is None else (groups.padded, x.shape[1])
 
 
@@ -74,25 +78,39 @@ def number_of(groups: Groups | None) -> int:
 
 
 def pointers_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
-    """Returns the pointers owner, source and live, each None without groups."""
+    """Return the pointers owner, source and live, each None without groups."""
     return (None, None, None) if groups is None else (groups.owner, groups.source, groups.live)
 
 
 def height_of(x: Tensor, source: Tensor | None) -> int | None:
-    """Returns how many rows of x a `source` may name; None without one, so that no kernel has it as an argument."""
+    """Return how many rows of x a `source` may name; None without one, so that no kernel has it as an argument."""
     return None if source is None else x.shape[0]
 
 
-def codes_of(q: QTensor | None) -> Tensor | None:
-    return None if q is None else q.codes
+def codes_and_scales(row: QTensor | None, column: QTensor | None) -> tuple[Tensor | None, ...]:
+    """Return the pointers row, column, row_scale and column_scale."""
+    if row is None or column is None:
+        first = (None, None) if row is None else (row.codes, row.scale)
+        second = (None, None) if column is None else (column.codes, column.scale)
+        return first[0], second[0], first[1], second[1]
+    return row.codes, column.codes, row.scale, column.scale
 
 
-def scales_of(q: QTensor | None) -> Tensor | None:
-    return None if q is None else q.scale
-
-
-def scale_strides(q: QTensor | None) -> tuple[int, ...]:
+def scale_strides(q: QTensor | None) -> Sizes:
     return (0, 0) if q is None else q.scale.stride()
+
+
+def launch(kernel: Any, shape: Sizes, sizes: tuple[int | None, ...], config: Config, **constants: Any) -> Launch:
+    """Return the launch of a kernel over the tiles of a matrix. Its sizes are the matrix's and then `sizes`; the
+    constants that are the tile's own, which come last, are added."""
+    own = {"ROWS": config.rows, "COLUMNS": config.columns, "TILE": config.rows, "W": config.warps}
+    constants |= {name: own[name] for name in kernel.arg_names if name in own}
+    return Launch(kernel, tiles(shape, config), (*shape, *sizes), num_warps=config.warps, **constants)
+
+
+def rule(spec: FP8Quantizer, ceiling: float = FLOAT32_MAX) -> dict[str, Any]:
+    """Return the constants of `inverse_scale_from`."""
+    return {"MAX": spec.fmt.max, "EPS": spec.eps, "CEILING": ceiling, "POW2": spec.pow2}
 
 
 @triton.jit
@@ -256,11 +274,8 @@ AMAX_CONFIGS = (Config(64, 256, 8), Config(128, 128, 8))
 
 
 @lru_cache(maxsize=4096)
-def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], height: int | None, config: Config) -> Launch:
-    return Launch(
-        _tensor_amax_kernel, tiles(shape, config), (*shape, *strides, height),
-        num_warps=config.warps, ROWS=config.rows, COLUMNS=config.columns,
-    )  # fmt: skip
+def _amax_launch(shape: Sizes, strides: Sizes, height: int | None, config: Config) -> Launch:
+    return launch(_tensor_amax_kernel, shape, (*strides, height), config)
 
 
 def tensor_amax(
@@ -270,7 +285,7 @@ def tensor_amax(
     groups: Groups | None = None,
     source: Tensor | None = None,
 ) -> Tensor:
-    """Returns max|x| as float32 [1, 1], or that of each group [number], whose rows a `source` may name."""
+    """Return max|x| as float32 [1, 1], or that of each group [number], whose rows a `source` may name."""
     shape = (1, 1) if groups is None else (groups.number,)
     out = torch.zeros(shape, dtype=torch.float32, device=x.device)
     launch = _amax_launch(shape_inside(x, groups), x.stride(), height_of(x, source), config)
@@ -280,18 +295,29 @@ def tensor_amax(
 
 SIZES = {"M": "i32", "K": "i32", "stride_m": "i32"}
 CONTIGUOUS = {"stride_k": 1}
-NO_GROUPS: dict[str, Any] = dict.fromkeys(("owner", "source", "live"))
-NO_GATHER: dict[str, Any] = dict.fromkeys(("gather", "height"))
+EXAMPLE = ((16384, 8192), (8192, 1))  # shape and strides of a matrix that a variant is a launch for
+
+
+def variant_of(name: str, launch: Launch, **pointers: str) -> Variant:
+    """Return the variant of a launch whose pointers have these types; the others are None."""
+    options, passed = launch.options, [name for name in launch.kernel.arg_names if name not in launch.options]
+    sizes = dict(zip(passed[len(passed) - len(launch.sizes) :], launch.sizes, strict=True))
+    types = pointers | {name: "i32" for name, size in sizes.items() if size not in (None, 1)}
+    constants = {name: options[name] for name in launch.kernel.arg_names if name in options}
+    constants |= {name: sizes.get(name) for name in passed if name not in types}
+    return Variant(name, launch.kernel, types, constants, options["num_warps"])
+
+
+def cast_pointers(dtype: torch.dtype, codes: torch.dtype, scale: str = "*fp32") -> dict[str, str]:
+    """Return the types of the pointers of a cast in both orientations."""
+    written = {"row": POINTERS[codes], "column": POINTERS[codes], "row_scale": scale, "column_scale": scale}
+    return {"x": POINTERS[dtype], **written}
 
 
 def variants() -> list[Variant]:
     return [
-        Variant(
-            f"tensor_amax {dtype} {config}",
-            _tensor_amax_kernel,
-            {"x": POINTERS[dtype], "out": "*fp32", **SIZES},
-            {"skip": None, **NO_GROUPS, **NO_GATHER, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
-            config.warps,
+        variant_of(
+            f"tensor_amax {dtype} {config}", _amax_launch(*EXAMPLE, None, config), x=POINTERS[dtype], out="*fp32"
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for config in AMAX_CONFIGS

@@ -11,7 +11,8 @@ from octavo.kernels.activation import ACTIVATIONS, Function, Inputs, Wanted
 from octavo.kernels.activation import cast as kernel
 from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
-from octavo.quant.quantizer import CastArgs, fill_pair
+from octavo.quant.casts import fill_pair
+from octavo.quant.quantizer import CastArgs
 from tests.support.activation_formulas import data, seed_of, sizes
 from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
 from tests.support.pairs import pairs, triples

@@ -95,7 +95,7 @@ def test_values_are_those_of_dequantize(spec, m, k):
     if not spec.two_level:
         assert_same_bits(found, q.dequantize(torch.bfloat16))
     elif m and k:
-        values = spec._turned_back(found.float() * q.global_scale)[:, :k]
+        values = spec._rotated_back(found.float() * q.global_scale)[:, :k]
         torch.testing.assert_close(values, q.dequantize(torch.float32), rtol=1e-6, atol=0.0 if not spec.rht else 1e-3)
 
 

@@ -10,7 +10,8 @@ from octavo.kernels import norm as norms
 from octavo.kernels.norm import Residual
 from octavo.kernels.norm import cast as kernel
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
-from octavo.quant.quantizer import CastArgs, fill_pair
+from octavo.quant.casts import fill_pair
+from octavo.quant.quantizer import CastArgs
 from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
 from tests.support.norm_operands import NORMS, operands
 from tests.support.pairs import pairs, triples

@@ -10,7 +10,7 @@ from octavo.kernels.rotary import rotate_back
 from octavo.kernels.tile_cast import Target
 from octavo.ops.attention import RotaryFactors
 from octavo.quant import MX, Block1D, Rowwise, Tensorwise
-from octavo.quant.quantizer import fill_pair
+from octavo.quant.casts import fill_pair
 from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
 from tests.support.pairs import pairs
 

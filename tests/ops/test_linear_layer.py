@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from octavo.ops.linear_layer import Buffers, Config, Inputs, layer
-from octavo.quant.quantizer import CastArgs, quantize_pair
+from octavo.quant.casts import quantize_pair
+from octavo.quant.quantizer import CastArgs
 from octavo.recipes import SHIPPED, recipe
 from tests.support.contract_checks import check_forward, flatten
 

@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_not_written_into():
     q = Block1D().quantize_groups(rows(), sizes())
     with pytest.raises(UnsupportedShape, match="block-1d made"):
         MX().quantize_into(q, rows())
-    with pytest.raises(UnsupportedConfig, match="Leave out amax and encode"):
+    with pytest.raises(UnsupportedConfig, match="Leave out amax and inverse_scale"):
         Tensorwise().quantize_into(Tensorwise().quantize_groups(rows(), sizes()), rows(), inverse_scale=torch.ones(1))
     with pytest.raises(UnsupportedConfig, match="got Tensor"):
         Block1D().quantize_into(rows(), rows())

@@ -12,7 +12,7 @@ import octavo.quant as Q
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E2M1, E4M3, E5M2, E8M0, unpack_nibbles
 from octavo.quant import TensorProto
-from octavo.quant.quantizer import KNOWN
+from octavo.quant.casts import KNOWN
 from octavo.quant.tensorwise import reference as tensorwise_reference
 from octavo.values import register
 from tests.support.linear_oracle import randn

@@ -23,9 +23,10 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, reference
+from octavo.quant.casts import KNOWN
 from octavo.quant.pairs import check_pair
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import KNOWN, Quantizer
+from octavo.quant.quantizer import Quantizer
 
 ACCUMULATIONS = ("fast", "precise")
 Operand = Tensor | QTensor

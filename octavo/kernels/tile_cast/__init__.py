@@ -3,7 +3,7 @@ themselves.
 
 A tile cast casts one tile that is already in registers: `put` in a scheme's `triton.py`. A kernel that computes values
 by tiles is compiled with one and rounds to the dtype that it would have written, so that codes, scales and the running
-amax equal, bit for bit, those of the value written and then cast by `octavo.quant.quantizer.fill_pair`. This needs a
+amax equal, bit for bit, those of the value written and then cast by `octavo.quant.casts.fill_pair`. This needs a
 scheme whose scales follow from one tile. `fuses` is the only list of those schemes.
 """
 

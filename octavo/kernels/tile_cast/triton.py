@@ -67,8 +67,7 @@ def constants(spec: Quantizer, dtype: torch.dtype, transpose_codes: bool, given:
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:
     row, column = pair
     running_amax = cast_args.running_amax if isinstance(spec_of(pair), Tensorwise) else None  # block casts ignore it
-    scales = tile.scales_of(row), tile.scales_of(column)
-    return tile.codes_of(row), tile.codes_of(column), *scales, cast_args.inverse_scale, running_amax
+    return *tile.codes_and_scales(row, column), cast_args.inverse_scale, running_amax
 
 
 def strides(pair: QTensorPair) -> tuple[int, ...]:

@@ -10,31 +10,29 @@ Never use it for gradients: training diverges.
 import torch
 from torch import Tensor
 
-from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.errors import check_choice
+from octavo.formats import E4M3, Format
+from octavo.quant.cast_checks import check_float
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Quantizer, check_float
+from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 
 BLOCK = 128
 
 
-class _Blocks(Quantizer):
-    fmt: Format
+class _Blocks(FP8Quantizer):
     scale: str
-    eps: float
     gathers = True
     package = __name__
 
     @property
-    def pow2(self) -> bool:
+    def pow2(self) -> bool:  # type: ignore[override]
         """Whether inverse scales are powers of two."""
         return self.scale == "pow2"
 
     def validate(self) -> None:
-        check_format(self.fmt, (E4M3, E5M2), what=f"{type(self).__name__}.fmt")
+        super().validate()
         check_choice(self.scale, ("pow2", "fp32"), what=f"{type(self).__name__}.scale")
-        check_not_negative(self.eps, what=f"{type(self).__name__}.eps")
 
 
 @register("block-1d")
@@ -47,11 +45,10 @@ class Block1D(_Blocks):
     Args:
         fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less.
         scale: "pow2", the default, rounds the inverse scale down to a power of two: scaling then loses nothing, and
-        both
-            orientations agree on nearly every value. "fp32" keeps all its bits and so uses all of the format's range.
+            both orientations agree on nearly every value. "fp32" keeps all its bits and so uses all of the format's
+            range.
         eps: lower bound of a block's amax, 0.0 by default. Raise it to bound the inverse scale of blocks that are
-        almost
-            zero.
+            almost zero.
 
     Raises:
         UnsupportedConfig: a setting has another value.

@@ -10,12 +10,12 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
-from octavo.quant.block import BLOCK, _Blocks
+from octavo.quant.block import BLOCK, Block1D, Block2D, _Blocks
 from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
 from octavo.quant.scale_blocks import is_square
-from octavo.quant.tile import Config, Variant, amax_along, amax_bits, group_tile, inverse_scale_from, tile_index
+from octavo.quant.tile import Config, Sizes, Variant, amax_along, amax_bits, group_tile, inverse_scale_from, tile_index
 
 CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
@@ -118,51 +118,35 @@ def cast(
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
     _, *where = tile.pointers_of(groups)
     _cast_launch(spec, tile.shape_inside(x, groups), strides, tile.height_of(x, source), x.dtype, config)(
-        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *cast_args.amax, cast_args.skip, *where, source,
-    )  # fmt: skip
+        x, *tile.codes_and_scales(row, column), *cast_args.amax, cast_args.skip, *where, source
+    )
 
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: _Blocks,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    height: int | None,
-    dtype: torch.dtype,
-    config: Config,
+    spec: _Blocks, shape: Sizes, strides: Sizes, height: int | None, dtype: torch.dtype, config: Config
 ) -> Launch:
-    return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides, height), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=torch.finfo(dtype).max, POW2=spec.pow2,
-        SQUARE=is_square(spec.block), TILE=BLOCK, W=config.warps,
-    )  # fmt: skip
+    constants = {**tile.rule(spec, torch.finfo(dtype).max), "SQUARE": is_square(spec.block)}
+    return tile.launch(_cast_kernel, shape, (*strides, height), config, **constants)
 
 
 def variants() -> list[Variant]:
-    cases = ((torch.bfloat16, E4M3, True), (torch.float16, E4M3, False), (torch.float32, E5M2, True))
-    strides = ("row_stride", "column_stride", "row_block_stride", "column_block_stride")
-    found = []
-    for config in CONFIGS:
-        for square in (False, True):
-            for dtype, fmt, pow2 in cases:
-                fastest = dict.fromkeys(strides[2:] if square else strides[:2], 1)
-                found.append(
-                    Variant(
-                        f"{'block-2d' if square else 'block-1d'} {dtype} {fmt} {config}",
-                        _cast_kernel,
-                        {
-                            "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype],
-                            "column": tile.POINTERS[fmt.dtype], "row_scale": "*fp32", "column_scale": "*fp32",
-                            **tile.SIZES, **{name: "i32" for name in strides if name not in fastest},
-                        },
-                        {
-                            "row_amax": None, "column_amax": None, "skip": None, "source": None, "live": None,
-                            **tile.NO_GATHER, **tile.CONTIGUOUS, **fastest,
-                            "MAX": fmt.max, "EPS": 0.0, "CEILING": torch.finfo(dtype).max, "POW2": pow2,
-                            "SQUARE": square, "TILE": BLOCK, "W": config.warps,
-                        },
-                        config.warps,
-                    )
-                )  # fmt: skip
-    return found
+    shape, strides = tile.EXAMPLE
+    scales = {
+        Block1D: (1, shape[0]) * 2,
+        Block2D: (shape[0] // BLOCK, 1) * 2,
+    }  # strides of scales
+    return [
+        tile.variant_of(
+            f"{kind.registered_name} {dtype} {fmt} {config}",
+            _cast_launch(kind(fmt, scale), shape, (*strides, *scales[kind]), None, dtype, config),
+            **tile.cast_pointers(dtype, fmt.dtype),
+        )
+        for config in CONFIGS
+        for kind in (Block1D, Block2D)
+        for dtype, fmt, scale in (
+            (torch.bfloat16, E4M3, "pow2"),
+            (torch.float16, E4M3, "fp32"),
+            (torch.float32, E5M2, "pow2"),
+        )
+    ]

@@ -9,7 +9,7 @@ from octavo._torch.fakes import is_fake
 
 
 def transpose_bytes(codes: Tensor, out: Tensor) -> None:
-    """Writes the transpose of codes [M, K] to out [K, M], both uint8."""
+    """Write the transpose of codes [M, K] to out [K, M], both uint8."""
     if torch.compiler.is_compiling() or is_fake(codes):  # a tracer sees one operator of torch's
         out.copy_(codes.T)
     else:

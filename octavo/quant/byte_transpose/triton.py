@@ -55,20 +55,13 @@ def transpose(codes: Tensor, out: Tensor, config: Config = CONFIGS[0]) -> None:
 
 @lru_cache(maxsize=4096)
 def _transpose_launch(m: int, k: int, config: Config) -> Launch:
-    return Launch(
-        _transpose_kernel, tile.tiles((m, k), config), (m, k), num_warps=config.warps,
-        ROWS=config.rows, COLUMNS=config.columns,
-    )  # fmt: skip
+    return tile.launch(_transpose_kernel, (m, k), (), config)
 
 
 def variants() -> list[Variant]:
     return [
-        Variant(
-            f"transpose_bytes {config}",
-            _transpose_kernel,
-            {"codes": "*i32", "out": "*i32", "M": "i32", "K": "i32"},
-            {"ROWS": config.rows, "COLUMNS": config.columns},
-            config.warps,
+        tile.variant_of(
+            f"transpose_bytes {config}", _transpose_launch(*tile.EXAMPLE[0], config), codes="*i32", out="*i32"
         )
         for config in CONFIGS
     ]

@@ -66,7 +66,7 @@ class Groups(NamedTuple):
         return self.owner.shape[0] == blocks_for(self.rows, self.number)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the tensors inside.
+        """Return the tensors inside.
 
         Returns:
             `start`, `block`, `owner`, `source` and `live`.
@@ -74,7 +74,7 @@ class Groups(NamedTuple):
         return self[:5]
 
     def sizes(self) -> list[int]:
-        """Reads the sizes of the groups on the host, which waits for the device.
+        """Read the sizes of the groups on the host, which waits for the device.
 
         Returns:
             The number of rows of each group.
@@ -83,7 +83,7 @@ class Groups(NamedTuple):
 
 
 def blocks_for(rows: int, groups: int) -> int:
-    """Returns the most blocks that `groups` groups of `rows` rows in total can fill."""
+    """Return the most blocks that `groups` groups of `rows` rows in total can fill."""
     most = (rows + (BLOCK - 1) * groups) // BLOCK
     if torch.compiler.is_dynamo_compiling():  # it takes min() for sym_min, which torch 2.11 does not trace on ints
         return min(rows, most)
@@ -92,13 +92,13 @@ def blocks_for(rows: int, groups: int) -> int:
 
 
 def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
-    """Returns `Groups.tensors()` without data."""
+    """Return `Groups.tensors()` without data."""
     b = blocks_for(rows, groups)
     return tuple(TensorProto((n,), torch.int32, device) for n in (groups + 1, groups + 1, b, b, b))
 
 
 def split(splits: Tensor, rows: int) -> Groups:
-    """Returns groups of these sizes, in a packed tensor of `rows` rows. Reads nothing of a GPU on the host."""
+    """Return groups of these sizes, in a packed tensor of `rows` rows. Reads nothing of a GPU on the host."""
     _check(splits, rows)
     groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
@@ -108,7 +108,7 @@ def split(splits: Tensor, rows: int) -> Groups:
 
 
 def equal(number: int, size: int, device: torch.device) -> Groups:
-    """Returns groups of one size, known on the host: a stack of matrices [number * size, K]. They fill their blocks and
+    """Return groups of one size, known on the host: a stack of matrices [number * size, K]. They fill their blocks and
     have no tail, so that group g begins inside at g times the size rounded up to whole blocks."""
     _check_number(number, number * size)
     blocks = number * (-(-size // BLOCK))
@@ -133,7 +133,7 @@ def _check(splits: Tensor, rows: int) -> None:
 
 
 def check_values(splits: Tensor, rows: int) -> None:
-    """Raises for sizes that `rows` rows cannot have. On a GPU, where the host would wait for the sizes, the device does
+    """Raise for sizes that `rows` rows cannot have. On a GPU, where the host would wait for the sizes, the device does
     under `octavo.backend.use("checked")`."""
     if splits.device.type == "meta":
         raise UnsupportedDevice("Group sizes on the meta device have no values. Put them and x on a CPU or a GPU.")

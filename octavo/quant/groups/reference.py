@@ -7,7 +7,7 @@ from octavo.quant.groups import BLOCK, Groups
 
 
 def split(splits: Tensor | None, each: int, groups: Groups) -> None:
-    """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
+    """Fill the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     start, block, owner, source, live, rows = groups
     if splits is None:  # all of one size
         splits = torch.full((start.shape[0] - 1,), each, device=start.device, dtype=torch.int64)
@@ -28,7 +28,7 @@ def split(splits: Tensor | None, each: int, groups: Groups) -> None:
 
 
 def in_blocks(x: Tensor, groups: Groups) -> Tensor:
-    """Copies packed rows [rows, K] to the padded layout [padded, K], with zeros between. Does not read the tail."""
+    """Copy packed rows [rows, K] to the padded layout [padded, K], with zeros between. Does not read the tail."""
     at, live = _places(groups)
     if groups.rows == 0:
         return x.new_zeros(groups.padded, x.shape[1])
@@ -36,7 +36,7 @@ def in_blocks(x: Tensor, groups: Groups) -> Tensor:
 
 
 def gathered(x: Tensor, source: Tensor, groups: Groups) -> Tensor:
-    """Copies rows of x [T, K] to packed rows [rows, K]: row r is x[source[r]], or zero if x has no row of that number.
+    """Copy rows of x [T, K] to packed rows [rows, K]: row r is x[source[r]], or zero if x has no row of that number.
     The tail is zero, whatever its entries of `source` are."""
     if x.shape[0] == 0:  # there is no row to read in place of a zero one
         return x.new_zeros(groups.rows, x.shape[1])
@@ -46,7 +46,7 @@ def gathered(x: Tensor, source: Tensor, groups: Groups) -> Tensor:
 
 
 def pack(x: Tensor, groups: Groups) -> Tensor:
-    """Copies the padded layout back to packed rows, with a zero tail: the inverse of `in_blocks`."""
+    """Copy the padded layout back to packed rows, with a zero tail: the inverse of `in_blocks`."""
     at, live = _places(groups)
     packed = x.new_zeros(groups.rows + 1, x.shape[1])  # padding goes to the last row, which is cut off
     return packed.index_copy_(0, torch.where(live, at, groups.rows), x)[: groups.rows]

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,7 +52,7 @@ def _split_kernel(
 
 
 def split(splits: Tensor | None, each: int, groups: Groups) -> None:
-    """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
+    """Fill the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     launch = _split_launch(groups.rows, groups.number, groups.owner.shape[0], each)
     launch(*groups.tensors(), None if splits is None else splits.contiguous())
 
@@ -69,15 +68,9 @@ def _split_launch(rows: int, groups: int, blocks: int, each: int) -> Launch:
 
 
 def variants() -> list[Variant]:
-    pointers = dict.fromkeys(("start", "block", "owner", "source", "live"), tile.POINTERS[torch.int32])
+    pointers = dict.fromkeys(("start", "block", "owner", "source", "live"), "*i32")
     return [
-        Variant(
-            f"split {kind} {groups} groups",
-            _split_kernel,
-            {"splits": kind, **pointers, "ROWS": "i32", "G": "i32", "B": "i32", "EACH": "i32"},
-            {"SIZE": BLOCK, "GROUPS": groups, "CHUNK": max(_WORK // groups, 1)},
-            4,
-        )
+        tile.variant_of(f"split {kind} {groups} groups", _split_launch(4096, groups, 64, 16), splits=kind, **pointers)
         for kind in ("*i32", "*i64")
         for groups in (8, 256)
     ]

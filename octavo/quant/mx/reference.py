@@ -7,15 +7,13 @@ from octavo.formats import E8M0, E8M0_NAN, Format
 from octavo.quant import scale_blocks
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
-from octavo.quant.per_group_reference import cast_each
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs
-from octavo.quant.scale import saturated_codes
-from octavo.quant.writing import write
+from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.quant.reference_cast import casts
+from octavo.quant.scale import Codes, saturated_codes
 
 
 def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
-    """Returns the E8M0 byte, as uint8, of a block whose largest magnitude is amax (float32)."""
+    """Return the E8M0 byte, as uint8, of a block whose largest magnitude is amax (float32)."""
     if rounding == "rceil":
         # the product with the rounded reciprocal equals exact division for every bfloat16 amax
         return E8M0.encode(amax * (1 / fmt.max))
@@ -34,17 +32,13 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
 
 
 def inverse_scale_of(byte: Tensor) -> Tensor:
-    """Returns 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
+    """Return 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
 
-@cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
-    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
-        if q is not None:
-            spec = q.spec
-            assert isinstance(spec, MX)
-            found = scale_blocks.amax(matrix, spec.block) if found is None else found
-            byte = scale_byte(found, spec.fmt, spec.rounding)
-            spread = scale_blocks.spread(inverse_scale_of(byte), spec.block, *matrix.shape)
-            write(q, cast_args.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)
+@casts
+def cast(x: Tensor, spec: Quantizer, amax: Tensor | None, cast_args: CastArgs, is_column: bool) -> Codes:
+    assert isinstance(spec, MX)
+    byte = scale_byte(scale_blocks.amax(x, spec.block) if amax is None else amax, spec.fmt, spec.rounding)
+    spread = scale_blocks.spread(inverse_scale_of(byte), spec.block, *x.shape)
+    return Codes(saturated_codes(x, spread, spec.fmt), byte)

@@ -13,17 +13,17 @@ from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.maxima import amax as amax
-from octavo.quant.mx import MANTISSA_BITS, MX
+from octavo.quant.mx import BLOCK, MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
-from octavo.quant.tile import Config, Variant, float_bits, group_tile, magnitude_bits, tile_index
+from octavo.quant.tile import Config, Sizes, Variant, float_bits, group_tile, magnitude_bits, tile_index
 
 CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 
 @triton.jit
 def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr):
-    """E8M0 byte, as int32, of an amax given by its float32 bits: the twin of reference.scale_byte."""
+    """E8M0 byte, as int32, of an amax given by its float32 bits, as reference.scale_byte computes it."""
     if ROUNDING == "rceil":
         v = (bits.to(tl.float32, bitcast=True) * (1 / MAX)).to(tl.int32, bitcast=True)
         # any mantissa carries into the exponent; below it, where 2^-127 is the mantissa 0x400000, one above that
@@ -112,49 +112,34 @@ def cast(
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
     _, *where = tile.pointers_of(cast_args.groups)
     _cast_launch(spec, tile.shape_inside(x, cast_args.groups), strides, config)(
-        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *cast_args.amax, cast_args.skip, *where,
-    )  # fmt: skip
+        x, *tile.codes_and_scales(row, column), *cast_args.amax, cast_args.skip, *where
+    )
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(spec: MX, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
-    return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+def _cast_launch(spec: MX, shape: Sizes, strides: Sizes, config: Config) -> Launch:
+    return tile.launch(
+        _cast_kernel, shape, strides, config,
         MAX=spec.fmt.max, EMAX=spec.fmt.emax, MANTISSA=MANTISSA_BITS[spec.fmt.name], ROUNDING=spec.rounding,
-        SQUARE=spec.square, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
+        SQUARE=spec.square,
     )  # fmt: skip
 
 
 def variants() -> list[Variant]:
-    cases = (
-        (torch.bfloat16, E4M3, "rceil", False),
-        (torch.bfloat16, E4M3, "rceil", True),
-        (torch.float16, E4M3, "even", False),
-        (torch.float32, E5M2, "floor", False),
-        (torch.float32, E5M2, "ceil", True),
-    )
-    strides = ("row_scale_stride", "column_scale_stride", "row_group_stride", "column_group_stride")
-    found = []
-    for config in CONFIGS:
-        for dtype, fmt, rounding, square in cases:
-            fastest = dict.fromkeys(strides[2:] if square else strides[:2], 1)
-            found.append(
-                Variant(
-                    f"mx {dtype} {fmt} {rounding} {'32x32' if square else '1x32'} {config}",
-                    _cast_kernel,
-                    {
-                        "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
-                        "row_scale": "*u8", "column_scale": "*u8", **tile.SIZES,
-                        **{name: "i32" for name in strides if name not in fastest},
-                    },
-                    {
-                        "row_amax": None, "column_amax": None, "skip": None, "source": None, "live": None,
-                        **tile.CONTIGUOUS, **fastest,
-                        "MAX": fmt.max, "EMAX": fmt.emax, "MANTISSA": MANTISSA_BITS[fmt.name], "ROUNDING": rounding,
-                        "SQUARE": square, "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
-                    },
-                    config.warps,
-                )
-            )  # fmt: skip
-    return found
+    shape, strides = tile.EXAMPLE
+    scales = {False: (1, shape[0]) * 2, True: (shape[0] // BLOCK, 1) * 2}  # strides of scales
+    return [
+        tile.variant_of(
+            f"mx {dtype} {fmt} {rounding} {'32x32' if square else '1x32'} {config}",
+            _cast_launch(MX(fmt, rounding, square), shape, (*strides, *scales[square]), config),
+            **tile.cast_pointers(dtype, fmt.dtype, "*u8"),
+        )
+        for config in CONFIGS
+        for dtype, fmt, rounding, square in (
+            (torch.bfloat16, E4M3, "rceil", False),
+            (torch.bfloat16, E4M3, "rceil", True),
+            (torch.float16, E4M3, "even", False),
+            (torch.float32, E5M2, "floor", False),
+            (torch.float32, E5M2, "ceil", True),
+        )
+    ]

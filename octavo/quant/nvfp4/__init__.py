@@ -95,7 +95,7 @@ class NVFP4(Quantizer):
     def _fuses_with(self, column: Quantizer) -> bool:
         return isinstance(column, NVFP4) and column.square == self.square
 
-    def _turned_back(self, values: Tensor) -> Tensor:
+    def _rotated_back(self, values: Tensor) -> Tensor:
         return turn_back(values) if self.rht else values
 
     def _transpose_codes(self, q: QTensor, out: Tensor) -> None:

@@ -217,7 +217,7 @@ def nearest_codes(v, e):
 @triton.jit
 def random_codes(v, e, first, second):
     """The same, rounded up where a random byte carries it over: `first` has the bytes of four elements, `second` of the
-    next four. The twin of reference.round_stochastically."""
+    next four. As reference.round_stochastically computes them."""
     if v.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _RANDOM_OF_WORDS, _RANDOM_OF_WORDS_OPERANDS, [v, e, first, second], dtype=tl.uint8, is_pure=True, pack=8
@@ -245,7 +245,7 @@ def _low_and_high(x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def random_words(key, step, low, high, STREAM: tl.constexpr):
-    """Sixteen random bytes for each block, as four words, from the words of its index: the twin of philox.philox."""
+    """Sixteen random bytes for each block, as four words, from the words of its index: those of philox.philox."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     zero = low * 0
     c0, c1, c2, c3 = low, zero + high, zero + step.to(tl.uint32), zero + STREAM

@@ -14,7 +14,7 @@ NEGATIVE = sum(1 << i for i, s in enumerate(SIGNS) if s < 0)  # as bits, for the
 
 
 def _butterfly(v: Tensor) -> Tensor:
-    """Multiplies v [..., 16] by H/4: four rounds of sums and differences at distance 1, 2, 4, 8, in float32."""
+    """Multiply v [..., 16] by H/4: four rounds of sums and differences at distance 1, 2, 4, 8, in float32."""
     for distance in (1, 2, 4, 8):
         pairs = v.reshape(*v.shape[:-1], SIZE // (2 * distance), 2, distance)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
@@ -23,13 +23,13 @@ def _butterfly(v: Tensor) -> Tensor:
 
 
 def _signs(like: Tensor) -> Tensor:
-    """Computes the signs on the device: a tensor from a list would be a host copy, which no graph can capture."""
+    """Compute the signs on the device: a tensor from a list would be a host copy, which no graph can capture."""
     negative = (NEGATIVE >> torch.arange(SIZE, device=like.device, dtype=torch.int64)) & 1
     return 1.0 - 2.0 * negative.float()
 
 
 def turn(x: Tensor) -> Tensor:
-    """Rotates x [R, C], C a multiple of 16. Returns bfloat16 values in float32."""
+    """Rotate x [R, C], C a multiple of 16. Returns bfloat16 values in float32."""
     groups = x.float().reshape(x.shape[0], x.shape[1] // SIZE, SIZE)
     return _butterfly(groups * _signs(x)).flatten(-2).to(torch.bfloat16).float()
 

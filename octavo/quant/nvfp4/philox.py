@@ -18,13 +18,13 @@ _LOW = 0xFFFFFFFF
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the high and low words of a*b. The product may wrap past int64's sign; its bits are right."""
+    """Return the high and low words of a*b. The product may wrap past int64's sign; its bits are right."""
     product = b * a
     return (product >> 32) & _LOW, product & _LOW
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Returns four words for each counter; words are int64 tensors below 2^32."""
+    """Return four words for each counter; words are int64 tensors below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -36,7 +36,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_bytes(rows: int, row_blocks: int, seed: Tensor, stream: int) -> Tensor:
-    """Returns r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
+    """Return r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
     index = torch.arange(rows * row_blocks, device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
     step = zero + (seed[1] & _LOW)

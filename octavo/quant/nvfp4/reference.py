@@ -8,17 +8,15 @@ from octavo.quant import scale_blocks
 from octavo.quant.nvfp4 import BLOCK, NVFP4
 from octavo.quant.nvfp4.hadamard import turn
 from octavo.quant.nvfp4.philox import random_bytes
-from octavo.quant.per_group_reference import amax_each, cast_each
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
-from octavo.quant.scale import FLOAT32_MAX, divide
-from octavo.quant.writing import write
+from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.quant.reference_cast import casts, measures
+from octavo.quant.scale import FLOAT32_MAX, Codes, divide
 
 TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scale
 
 
 def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (S_enc, global_scale) from the tensor's amax [1]. If TOP/G overflows, the global scale is 1 / S_enc, so
+    """Return (S_enc, global_scale) from the tensor's amax [1]. If TOP/G overflows, the global scale is 1 / S_enc, so
     that decoding undoes encoding. If G is not finite, the global scale is NaN, and so is the whole tensor."""
     quotient = divide(TOP, g)
     s_enc = torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient)
@@ -29,7 +27,7 @@ def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (S_b as E4M3 codes, the inverse scale e_b into codes) from block maxima."""
+    """Return (S_b as E4M3 codes, the inverse scale e_b into codes) from block maxima."""
     scaled = scale_blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
     s_b = E4M3.encode(torch.where(amax_b.isinf(), float("nan"), scaled))
     e = divide(1.0, s_b.float() * divide(1.0, s_enc))
@@ -37,7 +35,7 @@ def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
-    """Returns E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries x over: P(up) = floor(256 f) / 256,
+    """Return E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries x over: P(up) = floor(256 f) / 256,
     with the sum taken in float32."""
     a = x.abs()
     t = a + r.float() * (_step(a) * (1 / 256))
@@ -52,41 +50,30 @@ def _step(a: Tensor) -> Tensor:
 
 
 def _operand(x: Tensor, spec: Quantizer) -> Tensor:
-    """Returns x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
+    """Return x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
     assert isinstance(spec, NVFP4)
     padded = scale_blocks.pad_columns(x, BLOCK).float()
     return turn(padded) if spec.rht else padded
 
 
-@amax_each
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> AmaxPair:
-    found = [
-        None if spec is None else scale_blocks.amax(_operand(matrix, spec), (None, None)).view(1)
-        for matrix, spec in ((x, row), (x.T, column))
-    ]
-    return found[0], found[1]
+@measures
+def amax(x: Tensor, spec: Quantizer) -> Tensor:
+    return scale_blocks.amax(_operand(x, spec), (None, None)).view(1)
 
 
-@cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
-    for stream, (matrix, q) in enumerate(((x, row), (x.T, column))):
-        g = cast_args.amax[stream]
-        if q is not None and g is not None:
-            _cast(_operand(matrix, q.spec), q, g, cast_args, stream)
-
-
-def _cast(v: Tensor, q: QTensor, g: Tensor, cast_args: CastArgs, stream: int) -> None:
-    spec = q.spec
-    assert isinstance(spec, NVFP4)
-    s_enc, global_scale = tensor_scales(g)
+@casts
+def cast(x: Tensor, spec: Quantizer, amax: Tensor | None, cast_args: CastArgs, is_column: bool) -> Codes:
+    assert isinstance(spec, NVFP4) and amax is not None
+    v = _operand(x, spec)
+    s_enc, global_scale = tensor_scales(amax)
     s_b, e = block_scales(scale_blocks.amax(v, spec.block), s_enc)
     scaled = scale_blocks.no_larger(v * scale_blocks.spread(e, spec.block, *v.shape), E2M1.max)
     if spec.stochastic:
         assert cast_args.seed is not None
-        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, cast_args.seed, stream)
+        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, cast_args.seed, stream=int(is_column))
         codes = round_stochastically(scaled, r)
     else:
         codes = E2M1.encode(scaled)
     if not spec.rht:  # rotated padding holds values; otherwise padding is zero, in a block of NaN too
-        codes[:, q.columns :] = 0
-    write(q, cast_args.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)
+        codes[:, x.shape[1] :] = 0
+    return Codes(pack_nibbles(codes), s_b.view(torch.uint8), global_scale)

@@ -45,7 +45,7 @@ def _signed(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
 
 @gluon.jit
 def turn(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
-    """v [R, C] turned, bfloat16: the twin of hadamard.turn."""
+    """v [R, C] turned, bfloat16, as hadamard.turn computes it."""
     layout: gl.constexpr = v.type.layout
     groups: gl.constexpr = C // 16
     t = _signed(v, R, C, NEGATIVE)

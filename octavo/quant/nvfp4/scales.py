@@ -65,7 +65,7 @@ def _larger_of_two(v):
 
 @triton.jit
 def inverse_scale_from(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
-    """S_enc: the twin of reference.tensor_scales, whose other result is `global_scale`."""
+    """S_enc, as reference.tensor_scales computes it; `global_scale` is the other result of that."""
     quotient = divide(TOP, g)
     bad = (g == float("inf")) | (g != g)
     return tl.where((g == 0) | bad, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))

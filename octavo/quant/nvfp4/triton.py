@@ -5,7 +5,9 @@ an instruction, from the bytes of float16 (`octavo.quant.nvfp4.codes`), and a ma
 masks. The Hadamard rotation adds in the order of the reference. The result has the same bits on every device.
 """
 
+import itertools
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import (
     Config,
+    Sizes,
     Variant,
     amax_along,
     amax_bits,
@@ -60,7 +63,7 @@ def _random_bytes(key, step, row, block, across, like, STREAM: gl.constexpr, FAR
 
 @gluon.constexpr_function
 def _tile_layout(columns, warps, square):
-    """Returns a layout with sixteen neighbours of a row per thread, and all rows of a square block in one warp."""
+    """Return a layout with sixteen neighbours of a row per thread, and all rows of a square block in one warp."""
     across = min(columns // 16, 32)
     down = 32 // across
     return gl.BlockedLayout([16 // down if square else 1, 16], [down, across], [warps, 1], [1, 0])
@@ -175,7 +178,7 @@ def _maxima_layout(rows, columns, warps):
 
 @gluon.jit
 def _nothing(R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """The maxima of no tiles [R, C/16]."""
+    """Maxima [R, C/16] before the first tile: zeros."""
     return gl.zeros((R, C // 16), gl.int32, layout=_maxima_layout(R, C, W))
 
 
@@ -322,36 +325,31 @@ def _cast_kernel(
             )  # fmt: skip
 
 
-def _strip(shape: tuple[int, ...], config: Config) -> int:
-    """Returns how many tiles beside each other one program takes: what it computes once, scales above all, is as long
+def _strip(shape: Sizes, config: Config) -> int:
+    """Return how many tiles beside each other one program takes: what it computes once, scales above all, is as long
     as a tile. One each if there would be too few programs for the chip otherwise."""
     return next((n for n in (8, 4, 2) if tile.tiles(shape, config) >= n * PROGRAMS), 1)
 
 
-def _wide(shape: tuple[int, ...], config: Config) -> Config:
-    """Returns the part of a matrix that one program takes."""
-    return config._replace(columns=config.columns * _strip(shape, config))
-
-
-def _is_far(shape: tuple[int, ...]) -> bool:
-    """Returns whether the index of a block may not fit 32 bits."""
+def _is_far(shape: Sizes) -> bool:
+    """Return whether the index of a block may not fit 32 bits."""
     m, k = shape
     return max(m * -(-k // 16), k * -(-m // 16)) >= 2**32
 
 
-def _is_whole(shape: tuple[int, ...], config: Config) -> bool:
-    """Returns whether no tile ends outside: the kernel masks nothing then, a tenth of its instructions."""
+def _is_whole(shape: Sizes, config: Config) -> bool:
+    """Return whether no tile ends outside: the kernel masks nothing then, a tenth of its instructions."""
     m, k = shape
     return m > 0 and k > 0 and m % config.rows == 0 and k % config.columns == 0
 
 
 def _config(spec: NVFP4) -> Config:
-    """Returns the fastest tile."""
+    """Return the fastest tile."""
     return CONFIGS[1] if spec.square else CONFIGS[0]
 
 
 def _options(row: Quantizer | None, column: Quantizer | None) -> tuple[NVFP4, NVFP4]:
-    """Returns the settings of both orientations; those of an absent orientation do not matter."""
+    """Return the settings of both orientations; those of an absent orientation do not matter."""
     first, second = row or column, column or row
     assert isinstance(first, NVFP4) and isinstance(second, NVFP4)
     return first, second
@@ -382,79 +380,54 @@ def cast(
     config = config or _config(first)
     groups = cast_args.groups
     _cast_launch(first, second, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
-        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
+        x, *tile.codes_and_scales(row, column),
         None if row is None else row.global_scale, None if column is None else column.global_scale,
         *cast_args.amax, cast_args.seed, cast_args.skip, *((None,) * 5 if groups is None else groups.tensors()),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _amax_launch(
-    row_rht: bool, column_rht: bool, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
-) -> Launch:
-    return Launch(
-        _amax_kernel, tile.tiles(shape, _wide(shape, config)), (*shape, *strides), num_warps=config.warps,
-        RHT_ROW=row_rht, RHT_COLUMN=column_rht, NEGATIVE=NEGATIVE, STRIP=_strip(shape, config),
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
-    )  # fmt: skip
+def _launch(kernel: Any, shape: Sizes, strides: Sizes, config: Config, **constants: Any) -> Launch:
+    """Return the launch of programs that each take a strip of tiles."""
+    strip, own = _strip(shape, config), {"ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps}
+    grid = tile.tiles(shape, config._replace(columns=config.columns * strip))
+    return Launch(kernel, grid, (*shape, *strides), num_warps=config.warps, **constants, STRIP=strip, **own)
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(
-    first: NVFP4, second: NVFP4, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
-) -> Launch:
-    return Launch(
-        _cast_kernel, tile.tiles(shape, _wide(shape, config)), (*shape, *strides), num_warps=config.warps,
+def _amax_launch(row_rht: bool, column_rht: bool, shape: Sizes, strides: Sizes, config: Config) -> Launch:
+    return _launch(_amax_kernel, shape, strides, config, RHT_ROW=row_rht, RHT_COLUMN=column_rht, NEGATIVE=NEGATIVE)
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(first: NVFP4, second: NVFP4, shape: Sizes, strides: Sizes, groups: int, config: Config) -> Launch:
+    return _launch(
+        _cast_kernel, shape, strides, config,
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,
         SR_ROW=first.stochastic, SR_COLUMN=second.stochastic,
         NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX, GROUPS=groups, SIZE=BLOCK,
         FAR=_is_far(shape), WHOLE=groups == 0 and _is_whole(shape, config),
-        STRIP=_strip(shape, config), ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 
 def variants() -> list[Variant]:
-    cases = (  # dtype, square, (rht row, rht column), (stochastic row, stochastic column)
-        (torch.bfloat16, False, (False, True), (False, False)),
-        (torch.bfloat16, False, (False, True), (True, True)),
-        (torch.float32, True, (False, False), (False, False)),
-        (torch.bfloat16, True, (False, False), (False, False)),
+    cases = (  # dtype, the settings of both orientations
+        (torch.bfloat16, NVFP4(), NVFP4(rht=True)),
+        (torch.bfloat16, NVFP4(stochastic=True), NVFP4(rht=True, stochastic=True)),
+        (torch.float32, NVFP4(square=True), NVFP4(square=True)),
+        (torch.bfloat16, NVFP4(square=True), NVFP4(square=True)),
     )
-    found = []
-    for config in CONFIGS:
-        sizes = {"W": config.warps, "ROWS": config.rows, "COLUMNS": config.columns, "STRIP": 8}
-        sizes["NEGATIVE"] = NEGATIVE
-        for dtype, square, rht, random in cases:
-            turned_by = {"RHT_ROW": rht[0], "RHT_COLUMN": rht[1], "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS}
-            turned_by |= sizes
-            seed: dict[str, str] = {"seed": "*i64"} if any(random) else {}
-            if not any(random):
-                found.append(
-                    Variant(
-                        f"nvfp4 amax {dtype} rht={rht} {config}", _amax_kernel,
-                        {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES},
-                        turned_by, config.warps,
-                    )
-                )  # fmt: skip
-            for whole in (False, True):
-                found.append(
-                    Variant(
-                        f"nvfp4 {dtype} {'16x16' if square else '1x16'} rht={rht} stochastic={random} {config}"
-                        f"{', whole' if whole else ''}",
-                        _cast_kernel,
-                        {
-                            "x": tile.POINTERS[dtype], "row": "*u8", "column": "*u8", "row_scale": "*u8",
-                            "column_scale": "*u8", "row_global": "*fp32", "column_global": "*fp32",
-                            "row_amax": "*fp32", "column_amax": "*fp32", **seed, **tile.SIZES,
-                        },
-                        {
-                            **turned_by, "SQUARE": square, "SR_ROW": random[0], "SR_COLUMN": random[1],
-                            "TOP": E2M1.max * E4M3.max, "LARGEST": FLOAT32_MAX, **({} if seed else {"seed": None}),
-                            "start": None, "block": None, "GROUPS": 0, "SIZE": BLOCK, "FAR": False, "WHOLE": whole,
-                        },
-                        config.warps,
-                    )
-                )  # fmt: skip
+    found, ((m, k), strides) = [], tile.EXAMPLE
+    more = dict.fromkeys(("row_global", "column_global", "row_amax", "column_amax"), "*fp32")
+    for config, (dtype, row, column) in itertools.product(CONFIGS, cases):
+        rht, random = (row.rht, column.rht), (row.stochastic, column.stochastic)
+        if not row.stochastic:
+            launch, name = _amax_launch(*rht, (m, k), strides, config), f"nvfp4 amax {dtype} rht={rht} {config}"
+            found.append(tile.variant_of(name, launch, x=tile.POINTERS[dtype], row="*i32", column="*i32"))
+        pointers = tile.cast_pointers(dtype, torch.uint8, "*u8") | more | ({"seed": "*i64"} if row.stochastic else {})
+        name = f"nvfp4 {dtype} {'16x16' if row.square else '1x16'} rht={rht} stochastic={random} {config}"
+        for shape, part in (((m + 1, k), ""), ((m, k), ", whole")):
+            launch = _cast_launch(row, column, shape, strides, 0, config)
+            found.append(tile.variant_of(name + part, launch, **pointers))
     drawn = next(v for v in found if v.constants.get("SR_ROW"))
     found.append(drawn._replace(name=f"{drawn.name}, far", constants=drawn.constants | {"FAR": True}))
     return found

@@ -5,14 +5,14 @@
 The rows of x.T are the columns of x, so the two orientations have different scales and different codes.
 """
 
-from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format, check_format
-from octavo.quant.quantizer import Quantizer
+from octavo.errors import check_choice
+from octavo.formats import E4M3, Format
+from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 
 
 @register("rowwise")
-class Rowwise(Quantizer):
+class Rowwise(FP8Quantizer):
     """FP8 with one scale for each row of the operand: `fp8-rowwise`.
 
     The scale is float32 [M, 1] for x [M, K]. The rows of x.T are the columns of x, so the two orientations have
@@ -42,6 +42,5 @@ class Rowwise(Quantizer):
     package = __name__
 
     def validate(self) -> None:
-        check_format(self.fmt, (E4M3, E5M2), what="Rowwise.fmt")
+        super().validate()
         check_choice(self.pow2, (False, True), what="Rowwise.pow2")
-        check_not_negative(self.eps, what="Rowwise.eps")

@@ -14,9 +14,9 @@ from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.rowwise import Rowwise
-from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import (
     Config,
+    Sizes,
     Variant,
     float_bits,
     group_of,
@@ -148,65 +148,39 @@ def amax(
 def cast(
     x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
 ) -> None:
-    spec = tile.spec_of(Rowwise, row, column)
-    groups = cast_args.groups
+    spec, groups = tile.spec_of(Rowwise, row, column), cast_args.groups
     _cast_launch(spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
-        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *cast_args.amax, cast_args.skip, *tile.pointers_of(groups),
-    )  # fmt: skip
+        x, *tile.codes_and_scales(row, column), *cast_args.amax, cast_args.skip, *tile.pointers_of(groups)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
-    return Launch(
-        _amax_kernel, tile.tiles(shape, config), (*shape, *strides),
-        num_warps=config.warps, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
-    )  # fmt: skip
+def _amax_launch(shape: Sizes, strides: Sizes, config: Config) -> Launch:
+    return tile.launch(_amax_kernel, shape, strides, config)
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(
-    spec: Rowwise, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
-) -> Launch:
-    return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
-    )  # fmt: skip
+def _cast_launch(spec: Rowwise, shape: Sizes, strides: Sizes, groups: int, config: Config) -> Launch:
+    return tile.launch(_cast_kernel, shape, strides, config, **tile.rule(spec), GROUPS=groups)
 
 
 def variants() -> list[Variant]:
     casts = [
-        Variant(
+        tile.variant_of(
             f"rowwise {dtype} {fmt} {config}",
-            _cast_kernel,
-            {
-                "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
-                "row_scale": "*fp32", "column_scale": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32",
-                **tile.SIZES,
-            },
-            {
-                "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS, "MAX": fmt.max, "EPS": 1e-12,
-                "CEILING": FLOAT32_MAX, "POW2": True, "GROUPS": 0,
-                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
-            },
-            config.warps,
+            _cast_launch(Rowwise(fmt), *tile.EXAMPLE, 0, config),
+            **tile.cast_pointers(dtype, fmt.dtype),
+            row_amax="*fp32",
+            column_amax="*fp32",
         )
         for config in CONFIGS
         for dtype, fmt in ((torch.bfloat16, E4M3), (torch.float16, E4M3), (torch.float32, E5M2))
-    ]  # fmt: skip
-    maxima = [
-        Variant(
-            f"rowwise amax {dtype} {config}",
-            _amax_kernel,
-            {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES},
-            {
-                "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS,
-                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
-            },
-            config.warps,
+    ]
+    pointers = {"row": "*i32", "column": "*i32"}
+    return casts + [
+        tile.variant_of(
+            f"rowwise amax {dtype} {config}", _amax_launch(*tile.EXAMPLE, config), x=tile.POINTERS[dtype], **pointers
         )
         for config in AMAX_CONFIGS
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]  # fmt: skip
-    return casts + maxima
+    ]

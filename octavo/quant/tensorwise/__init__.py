@@ -9,20 +9,23 @@ costs the whole tensor its resolution: an element below 2^-17 of the largest is 
 import torch
 from torch import Tensor
 
-from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format, check_format
+from octavo.errors import check_choice
+from octavo.formats import E4M3, Format
+from octavo.quant.cast_checks import check_tensor, checked
+from octavo.quant.casts import quantize_pair
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs, Quantizer, check_tensor, quantize_pair
+from octavo.quant.quantizer import CastArgs
+from octavo.quant.scale import FP8Quantizer
 from octavo.values import register
 
 
 @register("tensorwise")
-class Tensorwise(Quantizer):
+class Tensorwise(FP8Quantizer):
     """FP8 with one scale for the whole tensor: `fp8-current` and `fp8-delayed`.
 
-    The scale is float32 [1, 1]. It follows from the tensor's amax, or from an inverse scale that the caller gives
-    (`encode`, delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One
-    outlier reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
+    The scale is float32 [1, 1]. It follows from the tensor's amax, or from an `inverse_scale` that the caller gives
+    (delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One outlier
+    reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
 
     Args:
         fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less: for gradients.
@@ -49,14 +52,13 @@ class Tensorwise(Quantizer):
     package = __name__
 
     def validate(self) -> None:
-        check_format(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
+        super().validate()
         check_choice(self.pow2, (False, True), what="Tensorwise.pow2")
-        check_not_negative(self.eps, what="Tensorwise.eps")
 
     def observe(
         self, x: Tensor, inverse_scale: Tensor, *, row: bool = True, column: bool = True
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
-        """Casts x with a given inverse scale and measures its amax in the same read of x: one step of delayed scaling.
+        """Cast x with a given inverse scale and measure its amax in the same read of x: one step of delayed scaling.
 
         Args:
             x: float32, bfloat16 or float16, of any shape; leading dims are rows.
@@ -69,7 +71,7 @@ class Tensorwise(Quantizer):
 
         Raises:
             UnsupportedDtype: x is no tensor of these dtypes.
-            UnsupportedShape: encode is not one float32 on x's device.
+            UnsupportedShape: inverse_scale is not one float32 on x's device.
 
         Example:
             >>> x = torch.tensor([[3.0, -5.0]])
@@ -79,7 +81,5 @@ class Tensorwise(Quantizer):
         """
         running_amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
-        cast_args = self._checked(
-            CastArgs(inverse_scale=inverse_scale, running_amax=running_amax), check_tensor(x), *pair
-        )
-        return *quantize_pair(x, *pair, cast_args), running_amax
+        cast_args = CastArgs(inverse_scale=inverse_scale, running_amax=running_amax)
+        return *quantize_pair(x, *pair, checked(cast_args, check_tensor(x), *pair)), running_amax

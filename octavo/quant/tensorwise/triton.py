@@ -13,13 +13,14 @@ from octavo._torch.fast_paths import FastPath, Undecided
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch, apart
 from octavo.quant import dual, fp8_words, tile
+from octavo.quant.casts import empty_pair
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, empty_pair
-from octavo.quant.scale import FLOAT32_MAX
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
     Config,
+    Sizes,
     Variant,
     amax_bits,
     divide,
@@ -191,7 +192,7 @@ def cast(
     x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0],
     transpose_codes: bool | None = None,
 ) -> None:  # fmt: skip
-    """Fills row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
+    """Fill row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
     lead = column if row is None else row
     assert lead is not None
     found = None if cast_args.inverse_scale is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
@@ -205,28 +206,19 @@ def cast(
     groups, source = cast_args.groups, cast_args.source
     shape, height = tile.shape_inside(x, groups), tile.height_of(x, source)
     _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config, transpose_codes)(
-        x, None if row is None else row.codes, None if column is None else column.codes,
-        None if row is None else row.scale, None if column is None else column.scale,
-        found, cast_args.inverse_scale, cast_args.running_amax, cast_args.skip, *tile.pointers_of(groups), source,
+        x, *tile.codes_and_scales(row, column), found, cast_args.inverse_scale, cast_args.running_amax, cast_args.skip,
+        *tile.pointers_of(groups), source,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: Quantizer,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    height: int | None,
-    groups: int,
-    config: Config,
+    spec: Quantizer, shape: Sizes, strides: Sizes, height: int | None, groups: int, config: Config,
     transpose_codes: bool,
-) -> Launch:
+) -> Launch:  # fmt: skip
     assert isinstance(spec, Tensorwise)
-    return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides, height), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
-        TRANSPOSE_CODES=transpose_codes, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
-    )  # fmt: skip
+    constants = {**tile.rule(spec), "GROUPS": groups, "TRANSPOSE_CODES": transpose_codes}
+    return tile.launch(_cast_kernel, shape, (*strides, height), config, **constants)
 
 
 def is_transposable(config: Config) -> bool:
@@ -271,29 +263,19 @@ def _check_transposed_codes(config: Config, device: torch.device) -> str:
 
 
 def variants() -> list[Variant]:
+    given = {"inverse_scale": "*fp32", "running_amax": "*fp32"}
     return [
-        Variant(
-            f"tensorwise {dtype} {fmt} {'given' if given else 'current'} {config}",
-            _cast_kernel,
-            {
-                "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
-                "row_scale": "*fp32", "column_scale": "*fp32",
-                **({"inverse_scale": "*fp32", "running_amax": "*fp32"} if given else {"amax": "*fp32"}), **tile.SIZES,
-            },
-            {
-                **({"amax": None} if given else {"inverse_scale": None, "running_amax": None}), "skip": None,
-                **tile.NO_GROUPS, **tile.NO_GATHER, **tile.CONTIGUOUS,
-                "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False, "GROUPS": 0,
-                "TRANSPOSE_CODES": is_transposable(config),
-                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
-            },
-            config.warps,
+        tile.variant_of(
+            f"tensorwise {dtype} {fmt} {'given' if is_given else 'current'} {config}",
+            _cast_launch(Tensorwise(fmt), *tile.EXAMPLE, None, 0, config, is_transposable(config)),
+            **tile.cast_pointers(dtype, fmt.dtype),
+            **(given if is_given else {"amax": "*fp32"}),
         )
         for config in CONFIGS
-        for dtype, fmt, given in (
+        for dtype, fmt, is_given in (
             (torch.bfloat16, E4M3, False),
             (torch.bfloat16, E5M2, True),
             (torch.float16, E4M3, True),
             (torch.float32, E5M2, False),
         )
-    ]  # fmt: skip
+    ]

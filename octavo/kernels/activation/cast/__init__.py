@@ -27,8 +27,9 @@ from octavo.errors import UnsupportedShape
 from octavo.kernels import activation, grouped_gemm, tile_cast
 from octavo.kernels.activation import Function, Inputs, Wanted
 from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.quant.casts import fill_pair
 from octavo.quant.groups import Groups
-from octavo.quant.quantizer import Quantizer, fill_pair
+from octavo.quant.quantizer import Quantizer
 
 
 class VectorGradients(NamedTuple):

@@ -17,7 +17,8 @@ from octavo.kernels import norm as norms
 from octavo.kernels import tile_cast
 from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.tile_cast import QTensorPair
-from octavo.quant.quantizer import CastArgs, Quantizer, fill_pair
+from octavo.quant.casts import fill_pair
+from octavo.quant.quantizer import CastArgs, Quantizer
 
 Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import backend
 from octavo.kernels.rotary import rotate_back
 from octavo.kernels.tile_cast import Target
-from octavo.quant.quantizer import fill_pair
+from octavo.quant.casts import fill_pair
 
 
 def backward(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target) -> None:
