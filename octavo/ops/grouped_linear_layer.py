@@ -38,7 +38,7 @@ from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts, QProto, QTensor
-from octavo.quant.quantizer import KNOWN, CastArgs, Quantizer, QuantizerPair, in_order
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
 from octavo.quant.scale_blocks import is_square
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import LinearQuant, Recipe
@@ -47,6 +47,7 @@ from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
 from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
+_cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # a fused operation needs the same few at every step
 
 
 @register("grouped-linear")
@@ -142,7 +143,7 @@ class Ragged(Dense):
         groups, rest = self.groups, (like.dtype, like.device)
         row, column = (
             None if spec is None
-            else _cached_proto(spec.number, groups.padded, groups.number, _wide(like.shape[1]), side, *rest).empty()
+            else _cached_proto(spec, groups.padded, groups.number, _wide(like.shape[1]), side, *rest).empty()
             for spec, side in zip(pair, ORIENTATIONS, strict=True)
         )  # fmt: skip
         return row, column
@@ -344,12 +345,6 @@ class GroupedLinearLayer(LinearLayer):
 
 
 layer = GroupedLinearLayer(Config, Inputs, Intermediates, Saved, Buffers)
-
-
-@lru_cache(maxsize=4096)
-def _cached_proto(number: int, *where: Any) -> QProto:
-    """Cache `grouped_proto` by the quantizer's number: a fused operation needs the same few at every step."""
-    return grouped_proto(KNOWN[number], *where)
 
 
 def aligned(x: Tensor) -> Tensor:
