@@ -129,7 +129,8 @@ class Ragged(Dense):
     def quantize(  # type: ignore[override]  # a method here, a function there
         self, x: Tensor, row: Quantizer | None, column: Quantizer | None, arguments: CastArgs
     ) -> Pair:
-        first, second = quantize_groups(aligned(x), row, column, self.groups, arguments)
+        x = aligned(x) if x.shape[-1] % ALIGNED else x
+        first, second = quantize_groups(x, row, column, self.groups, arguments)
         return None if first is None else first.q, None if second is None else second.q
 
     def fill(self, x: Tensor, pair: Pair, arguments: CastArgs) -> None:
@@ -183,8 +184,8 @@ class Ragged(Dense):
 
     @staticmethod
     def of_weight(weight: Tensor) -> "tuple[Tensor, Ragged]":
-        matrix, groups = stacked(weight)
-        return matrix, Ragged(groups)
+        number, n, k = weight.shape
+        return weight.detach().reshape(number * n, k), Ragged(equal(number, n, weight.device))
 
     @staticmethod
     def weight_proto(spec: Quantizer, side: str, weight: Any) -> QProto:
@@ -211,11 +212,12 @@ class Ragged(Dense):
     ) -> Tensor:
         """Compute y in the caller's memory, or with a tail as the config says."""
         weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
-        if out is not None:
-            _check_out(config, inputs, out)
-        y = out
-        if y is None:
+        y: Tensor
+        if out is None:
             y = torch.empty(self.groups.rows, weight.shape[1], dtype=config.y_dtype, device=weight.device)
+        else:
+            _check_out(config, inputs, out)
+            y = out
         if x is None or w is None:
             grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, self.groups, bias, scales)
         else:
@@ -223,20 +225,18 @@ class Ragged(Dense):
             grouped_gemm.rows(
                 GroupedTensor(x, self.groups, "row"), w, y, bias, scales, height=height, accumulation=accumulation
             )
-        if out is None:
-            return self._finished(config, y)
-        found: Tensor = y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
-        return found
-
-    def _finished(self, config: Any, out: Tensor) -> Tensor:
+        if out is not None:
+            return y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
         if config.tail == "zero":
-            grouped_gemm.zero_tail(out, self.groups)
-        return out
+            grouped_gemm.zero_tail(y, self.groups)
+        return y
 
     def input_product(self, call: Backward, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
         """Compute dx, in the caller's memory if there is some."""
         config, kept, out = call.config, call.kept, call.buffers.dgrad_out
-        dx = torch.empty(dy.shape[0], kept.width.shape[1], dtype=dy.dtype, device=dy.device) if out is None else out
+        dx: Tensor = out
+        if out is None:
+            dx = torch.empty(dy.shape[0], kept.width.shape[1], dtype=dy.dtype, device=dy.device)
         if isinstance(weight, Tensor):
             grouped_gemm.plain_rows(dy, weight, dx, self.groups)
         else:
@@ -244,8 +244,9 @@ class Ragged(Dense):
             height, accumulation = _height(dy.shape[1]), config.quant.dgrad.accumulation
             codes = GroupedTensor(row, self.groups, "row")
             grouped_gemm.rows(codes, weight, dx, height=height, along="columns", accumulation=accumulation)
-        found: Tensor = self._finished(config, dx) if out is None else dx
-        return found
+        if out is None and config.tail == "zero":
+            grouped_gemm.zero_tail(dx, self.groups)
+        return dx
 
     def bias_gradients(self, call: Backward, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         config, kept = call.config, call.kept
@@ -359,12 +360,6 @@ def _wide(columns: int) -> int:
 def _height(rows: int) -> int:
     """Count the rows from one expert's stacked weight of that many rows to the next one's."""
     return -(-rows // BLOCK) * BLOCK
-
-
-def stacked(weight: Tensor) -> tuple[Tensor, Groups]:
-    """Return weights [G, N, K] as rows in groups."""
-    number, n, k = weight.shape
-    return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
 
 
 def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
