@@ -60,13 +60,11 @@ class Config(LinearSettings):
     scales_dy_alone: bool = False
     tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
+    group_tensors = len(Groups._fields) - 1  # all but the number of rows
+
     @cached_property
     def transposes_w(self) -> bool:
         return self.weight == "codes" and self.recompute_w_columns and turns(self.quant)
-
-    @cached_property
-    def group_tensors(self) -> int:
-        return len(Groups._fields) - 1  # all but the number of rows
 
 
 def turns(quant: LinearQuant) -> bool:

@@ -81,6 +81,7 @@ class LinearSettings(Value):
     scales_dtype = ""
     dgrad_out = False
     scales_dy_alone = False
+    group_tensors = 0  # intermediates after x's that say where groups are
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -278,12 +279,7 @@ class LinearSettings(Value):
     @cached_property
     def output_parts(self) -> int:
         """The number of tensors of a quantized y, the first of the extras."""
-        return 0
-
-    @cached_property
-    def group_tensors(self) -> int:
-        """The number of intermediates after x's that say where groups are."""
-        return 0
+        return self.quant.parts if self.quantize_output else 0
 
     @cached_property
     def dy_buffer_auxiliary(self) -> slice:
@@ -344,7 +340,3 @@ class Config(LinearSettings):
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
         nothing = self.wants_dw and not self.kept_x and not self.kept_w
         return nothing or (packed and "row" in (self.kept_x, self.kept_w))
-
-    @cached_property
-    def output_parts(self) -> int:
-        return self.quant.parts if self.quantize_output else 0
