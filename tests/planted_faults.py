@@ -67,9 +67,9 @@ FAULTS = (
     # -- delayed scaling
     Fault(
         "the amax of dy is not remembered",
-        "octavo/ops/linear_layer.py",
-        "return _quantize(config, dy, pair, kept.dy_scaling, buffers.amax, seed)",
-        "return _quantize(config, dy, pair, kept.dy_scaling, None, seed)",
+        "octavo/ops/matmul.py",
+        "else (kept.dy_scaling, buffers.amax)",
+        "else (kept.dy_scaling, None)",
         "tests/scaling/test_delayed.py::test_the_amax_of_dy_sets_the_scale_of_dy_in_the_next_step",
     ),
     Fault(
@@ -111,7 +111,7 @@ FAULTS = (
     # -- weight gradients
     Fault(
         "dw is written over main_grad",
-        "octavo/ops/linear_layer.py",
+        "octavo/ops/operands.py",
         'out.add_(dw) if config.main_grad == "add" else out.copy_(dw)',
         "out.copy_(dw)",
         "tests/weights/test_main_grad.py::test_dw_is_added_to_the_numbers_that_main_grad_holds",

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.recipes import Recipe
 from octavo.scaling.cast_arguments import cast_args
@@ -21,14 +20,6 @@ WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
 def scales_whole(spec: Quantizer | None) -> bool:
     """Whether a scale of this quantizer depends on the whole tensor."""
     return spec is not None and (spec.block == WHOLE or spec.two_level)
-
-
-def all_reduced_amaxes(letter: str, letters: str, all_reduced: Parts) -> Parts:
-    """An operand's amaxes, row's and column's; empty if they were not agreed."""
-    if letter not in letters:
-        return ()
-    at = 2 * letters.index(letter)
-    return all_reduced[at : at + 2]
 
 
 def all_reduced_cast(
@@ -49,12 +40,12 @@ def all_reduced_cast(
     return CastArgs(amax=(first, second), running_amax=running_amax)
 
 
-def kept_amax(amax: Tensor, spec: Quantizer | None) -> Tensor | None:
+def kept_amax(amax: Tensor, spec: Quantizer | None, of_groups: bool = False) -> Tensor | None:
     """An amax that forward kept, a float32 or its bits, as a cast in backward takes it; None if no scale follows from
     it."""
     if spec is None or not scales_whole(spec):
         return None
-    return amax if amax.dtype == torch.float32 else _shaped(amax, spec)
+    return amax if amax.dtype == torch.float32 else _shaped(amax, spec, of_groups)
 
 
 def _shaped(amax: Tensor, spec: Quantizer, of_groups: bool = False) -> Tensor:

@@ -65,11 +65,10 @@ def largest_of(
     """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column; with `each`,
     then x's columns."""
     fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
-    name = "amaxes" if splits is None else "grouped-amaxes"
-    key = f"{name}(" + ",".join([f"{field}={spec.key}" for field, spec in fields if spec is not None]) + ")"
-    more = (weight.detach(),) if splits is None else (splits.detach(), weight.detach())
+    key = "amaxes(" + ",".join([f"{field}={spec.key}" for field, spec in fields if spec is not None]) + ")"
+    more = weight.detach(), None if splits is None else splits.detach()
     with torch.no_grad():
-        (measured,) = call(Stage(name, key, more, (), False), x.detach(), as_nodes)[:1]
+        (measured,) = call(Stage("amaxes", key, more, (), False), x.detach(), as_nodes)[:1]
         return collectives.largest(measured, group, layer._name_for_collectives())
 
 

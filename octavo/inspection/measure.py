@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.communication.all_reduced_amaxes import all_reduced_amaxes, all_reduced_cast
+from octavo.communication.all_reduced_amaxes import all_reduced_cast
 from octavo.inspection.statistics import Cast, record_operand, record_result
 from octavo.ops.grouped_linear_layer import given_rows
 from octavo.quant import scale_blocks
@@ -30,7 +30,7 @@ from octavo.recipes import BF16
 from octavo.recipes import recipe as resolve
 from octavo.runtime.contract import LAYERS, ForwardResult, WeightCast
 from octavo.runtime.packing import packing
-from octavo.scaling.cast_arguments import DY, X, cast_args, part_of
+from octavo.scaling.cast_arguments import DY, cast_args, part_of
 
 # settings of a call without writes
 PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
@@ -81,8 +81,8 @@ class Call(NamedTuple):
         spec, inputs = self.config.quant.fprop.left, self.inputs
         if x is None:
             return self._given_x(spec)
-        scaling = inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else ()
-        return self._cast(x, spec, scaling, None, all_reduced_amaxes("x", self.config.all_reduced, inputs.all_reduced))
+        scaling = inputs.scaling[self.config.x_scaling]
+        return self._cast(x, spec, scaling, None, inputs.all_reduced[self.config.x_cast.all_reduced])
 
     def w(self) -> Tensor | None:
         """The weight; None if it is a quantized weight, which has codes alone."""
@@ -98,8 +98,7 @@ class Call(NamedTuple):
         if config.weight == "plain":
             proto = layer.abstract_weight(config, TensorProto.of(weight))[0]
             parts = tuple(proto.empty().tensors())
-            scaling = inputs.scaling[config.w_scaling] if inputs.scaling else ()
-            all_reduced = all_reduced_amaxes("w", config.all_reduced, inputs.all_reduced)
+            scaling, all_reduced = inputs.scaling[config.w_scaling], inputs.all_reduced[config.w_cast.all_reduced]
             layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling, all_reduced=all_reduced))
         return read(layer.weight_codes(config, parts, tuple(weight.shape), torch.float32), weight.shape[-1])
 

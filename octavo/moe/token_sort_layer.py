@@ -6,7 +6,7 @@ that the assignments can fill, or that of `rows`, a tensor without elements, sin
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from octavo._torch.operators import unsafe_view
 from octavo.kernels import permute
 from octavo.kernels.permute import most_rows
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import ForwardResult, Layer, Tensors
+from octavo.runtime.contract import ForwardResult, Layer
 from octavo.values import Value, register
 
 
@@ -57,15 +57,6 @@ class TokenSortLayer(Layer):
         dtypes = (torch.int64, torch.int32, torch.int32, torch.int32)
         auxiliary = [TensorProto(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)]
         return ForwardResult((), tuple(auxiliary[: self.auxiliary(config)]), ())
-
-    def wants(self, config: Config) -> tuple[bool, ...]:
-        return False, False
-
-    def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
-        return None, None
-
-    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
-        return None, None
 
 
 layer = TokenSortLayer(Config, Inputs)

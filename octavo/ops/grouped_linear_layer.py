@@ -8,33 +8,21 @@ equal size. Backward keeps the column codes of x and of w; an operand of a GEMM 
 bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t].
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo._torch.autograd import preserve_version_counter
-from octavo.communication.all_reduced_amaxes import all_reduced_amaxes, all_reduced_cast, number_of
 from octavo.errors import UnsupportedShape
 from octavo.kernels import grouped_gemm
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.ops.linear_config import LinearSettings
-from octavo.ops.matmul import (
-    Backward,
-    Kept,
-    MatmulLayer,
-    SavedOperands,
-    abstract_deferred_auxiliary,
-    deferred_auxiliary,
-    saved_operands,
-    saved_scaling,
-    weight_cast_args,
-)
+from octavo.ops.linear_layer import LinearLayer
+from octavo.ops.operands import PLACES, Backward, Dense, Intermediates, Operand, Operands, Pair, Saved
 from octavo.quant.casts import in_order
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
@@ -50,95 +38,48 @@ from octavo.quant.grouped import (
 from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import Parts, QProto, QTensor
+from octavo.quant.qtensor import ORIENTATIONS, Parts, QProto, QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.quant.scale_blocks import is_square
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import LinearQuant, Recipe
-from octavo.runtime.contract import DTYPES, ForwardResult, Tensors, WeightCast
-from octavo.runtime.deferred_wgrad import abstract_dy_buffers
+from octavo.runtime.contract import DTYPES, ForwardResult, Tensors
 from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
-from octavo.scaling.cast_arguments import RunningAmaxes, cast_args, known_scale
 from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
-Operand = Tensor | GroupedTensor
-
-
-class Operands(NamedTuple):
-    """The operands of dw."""
-
-    dy: Operand
-    x: Operand
-    groups: Groups  # where a plain one is packed
-    shape: tuple[int, ...]  # of dw: [G, N, K]
+_cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # a fused operation needs the same few at every step
 
 
 @register("grouped-linear")
 class Config(LinearSettings):
     """The settings of a call: with its tensors, they decide what it does."""
 
-    x: str = "plain"  # or "codes" of fprop's quantizer, in groups; x itself is then a token
-    x_has_columns: bool = False  # these codes come with the columns that dw needs
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
-    scales_dy_alone: bool = False  # by its own amax, not observed: a fused operation, and its history, has another dy
+    # dy is scaled by its own amax, which is not remembered: the history belongs to a fused operation with another dy
+    scales_dy_alone: bool = False
     tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
-    @cached_property
-    def kept_x(self) -> str:
-        if "w" not in self.grads:
-            return ""
-        if self.x == "codes":
-            return "column" if self.x_has_columns and self.quant.wgrad.left is not None else "row"
-        if self.quant.wgrad.left is None:
-            return "plain"
-        return "" if self.x_columns == "backward" else "column"
+    group_tensors = len(Groups._fields) - 1  # all but the number of rows
 
     @cached_property
-    def kept_w(self) -> str:
-        """The form in which backward needs w; "row" where only row codes hold its values, "turned" where backward turns
-        cached row codes around."""
-        if "x" not in self.grads:
-            return ""
-        if self.quant.dgrad.left is not None:
-            if self.makes_w_again:
-                return "again"
-            return "turned" if self.weight == "codes" and self.recompute_w_columns and turns(self.quant) else "column"
-        return "row" if self.weight == "held" else "plain"
-
-    @cached_property
-    def casts_x(self) -> bool:
-        return self.x == "plain" and super().casts_x
-
-    @cached_property
-    def x_pair(self) -> QuantizerPair:
-        return (None, None) if self.x == "codes" else super().x_pair
-
-    @cached_property
-    def dy_pair(self) -> QuantizerPair:
-        return (
-            self.quant.dgrad.left if "x" in self.grads else None,
-            self.quant.wgrad.left if "w" in self.grads else None,
-        )
-
-    @cached_property
-    def group_tensors(self) -> int:
-        return len(Groups._fields) - 1  # all but the number of rows
+    def transposes_w(self) -> bool:
+        return self.weight == "codes" and self.recompute_w_columns and turns(self.quant)
 
 
 def turns(quant: LinearQuant) -> bool:
     """Whether the weight's column codes are its row codes transposed, byte for byte: one quantizer with square
     blocks, and no rotation along the contraction."""
-    return _are_turned(quant.fprop.right, quant.dgrad.right)
+    return _are_transposed(quant.fprop.right, quant.dgrad.right)
 
 
-def _are_turned(row: Quantizer | None, column: Quantizer | None) -> bool:
+def _are_transposed(row: Quantizer | None, column: Quantizer | None) -> bool:
     return row is not None and row == column and is_square(row.block) and row.basis == ""
 
 
 def unsupported_reason(recipe: Recipe) -> str:
-    """The reason why the layer cannot run in a recipe; empty if it can."""
+    """Return the reason why the layer cannot run in a recipe; empty if it can."""
     quant = recipe.linear()
     if any(gemm.mode == "dequantized" for gemm in (quant.fprop, quant.dgrad, quant.wgrad)):
         return "a backward on dequantized codes has no grouped kernels (backward='quantized' has)"
@@ -148,7 +89,7 @@ def unsupported_reason(recipe: Recipe) -> str:
 class Inputs(NamedTuple):
     """The tensors of a call."""
 
-    x: Tensor  # [rows, K]; for codes, a token of that shape, which carries their gradient if they have one
+    x: Tensor  # [rows, K]; for codes, an anchor of that shape, which carries their gradient if they have one
     weight: Tensor  # [G, N, K]; for a quantized weight, the gradient anchor that receives its gradient
     bias: Tensor | None  # [G, N]
     splits: Tensor  # [G] int32 or int64
@@ -156,10 +97,10 @@ class Inputs(NamedTuple):
     out: Tensor | None = None  # [rows, N], the caller's: y is written there, and its tail is left alone
     w_row: Parts = ()  # of a weight given as codes
     w_column: Parts = ()
-    scaling: Parts = ()  # delayed: inverse scales [G] of x, w, dy; if one is measured also their amax counts
+    scaling: Parts = ()  # delayed: inverse scales [G] of x, w, dy; if one is uncalibrated also their amax counts
     running_amaxes: Parts = ()  # delayed, in training: running amaxes [G] of x and w
     x_codes: Parts = ()  # of x given as codes: those of its rows ...
-    x_column_codes: Parts = ()  # ... and of its columns, if there are any
+    x_column: Parts = ()  # ... and of its columns, if there are any
     all_reduced: Parts = ()  # all-reduced amaxes [G], as bits: row's and column's, of x and of w
 
 
@@ -174,65 +115,198 @@ class Buffers(NamedTuple):
     dy_codes: GradientCodes | None = None  # dy may arrive there
 
 
-class Intermediates(NamedTuple):
-    """Column codes of x and w, and where the groups are."""
+class Ragged(Dense):
+    """Rows in groups, each quantized as if it were alone, and multiplied by a weight of its own."""
 
-    x_codes: Any
-    x_scale: Any
-    x_global_scale: Any
-    start: Any  # these five as of octavo.quant.groups.Groups
-    block: Any
-    owner: Any
-    source: Any
-    live: Any
-    w_codes: Any
-    w_scale: Any
-    w_global_scale: Any
-    width: Any  # [0, K], for its shape alone
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.places = groups[:5]
+        self.lead = (groups.start.shape[0] - 1,)
+
+    # -- casts
+
+    def quantize(  # type: ignore[override]  # a method here, a function there
+        self, x: Tensor, row: Quantizer | None, column: Quantizer | None, arguments: CastArgs
+    ) -> Pair:
+        x = aligned(x) if x.shape[-1] % ALIGNED else x
+        first, second = quantize_groups(x, row, column, self.groups, arguments)
+        return None if first is None else first.q, None if second is None else second.q
+
+    def fill(self, x: Tensor, pair: Pair, arguments: CastArgs) -> None:
+        row, column = (
+            None if q is None else GroupedTensor(q, self.groups, side)
+            for q, side in zip(pair, ORIENTATIONS, strict=True)
+        )
+        fill_groups(aligned(x), (row, column), arguments)
+
+    def empty_pair(self, like: Tensor | TensorProto, pair: QuantizerPair) -> Pair:
+        groups, rest = self.groups, (like.dtype, like.device)
+        row, column = (
+            None if spec is None
+            else _cached_proto(spec, groups.padded, groups.number, _wide(like.shape[1]), side, *rest).empty()
+            for spec, side in zip(pair, ORIENTATIONS, strict=True)
+        )  # fmt: skip
+        return row, column
+
+    def amax(self, x: Tensor, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
+        """Measure each group. It skips none: some groups may have seen amaxes, and others not."""
+        amax = groups_amax(x, spec, None, self.groups, source=source)[0]
+        assert amax is not None
+        return amax
+
+    def amaxes(self, x: Tensor, row: Quantizer | None, column: Quantizer | None, none: Tensor) -> list[Tensor]:
+        return [none if amax is None else amax for amax in groups_amax(aligned(x), row, column, self.groups)]
+
+    # -- codes
+
+    def proto(self, spec: Quantizer, side: str, like: Any) -> QProto:
+        groups = self.groups
+        k = _wide(like.shape[1])
+        return grouped_proto(spec, groups.padded, groups.number, k, side, like.dtype, like.device)
+
+    def assemble(
+        self, spec: Quantizer, parts: Sequence[Any], side: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QTensor:
+        return grouped_assemble(spec, parts, self.lead[0], side, _wide(shape[-1]), dtype)
+
+    def restored(
+        self, spec: Quantizer, parts: Sequence[Any], side: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QTensor:
+        q = grouped_assemble(spec, parts, self.lead[0], side, shape[-1], dtype)
+        q = in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
+        return _wider_columns(q) if q.codes.shape[0] % ALIGNED and side == "column" else q
+
+    def given_x(self, config: Any, inputs: Any) -> QTensor:
+        return given_rows(config.quant.fprop.left, inputs.x_codes, self.groups, inputs.x.shape[1], config.y_dtype).q
+
+    # -- weights
+
+    @staticmethod
+    def of_weight(weight: Tensor) -> "tuple[Tensor, Ragged]":
+        number, n, k = weight.shape
+        return weight.detach().reshape(number * n, k), Ragged(equal(number, n, weight.device))
+
+    @staticmethod
+    def weight_proto(spec: Quantizer, side: str, weight: Any) -> QProto:
+        number, n, k = weight.shape
+        return grouped_proto(spec, number * _height(n), number, _wide(k), side, weight.dtype, weight.device)
+
+    @staticmethod
+    def weight_codes(spec: Quantizer, row: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
+        number, n, k = shape
+        q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
+        return GroupedTensor(q, equal(number, n, q.device), "row")
+
+    @staticmethod
+    def transposed(codes: GroupedTensor) -> QTensor:
+        return transposed(codes).q
+
+    # -- products
+
+    def readable(self, dy: Tensor) -> Tensor:
+        return dy.contiguous()  # expanded and transposed gradients too: every kernel reads rows
+
+    def output(
+        self, config: Any, inputs: Any, x: QTensor | None, w: QTensor | None, lead: tuple[int, ...] | None
+    ) -> Tensor:
+        """Compute y in the caller's memory, or with a tail as the config says."""
+        weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
+        y: Tensor
+        if out is None:
+            y = torch.empty(self.groups.rows, weight.shape[1], dtype=config.y_dtype, device=weight.device)
+        else:
+            _check_out(config, inputs, out)
+            y = out
+        if x is None or w is None:
+            grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, self.groups, bias, scales)
+        else:
+            accumulation, height = config.quant.fprop.accumulation, _height(weight.shape[1])
+            grouped_gemm.rows(
+                GroupedTensor(x, self.groups, "row"), w, y, bias, scales, height=height, accumulation=accumulation
+            )
+        if out is not None:
+            return y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
+        if config.tail == "zero":
+            grouped_gemm.zero_tail(y, self.groups)
+        return y
+
+    def input_product(self, call: Backward, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
+        """Compute dx, in the caller's memory if there is some."""
+        config, kept, out = call.config, call.kept, call.buffers.dgrad_out
+        dx: Tensor = out
+        if out is None:
+            dx = torch.empty(dy.shape[0], kept.width.shape[1], dtype=dy.dtype, device=dy.device)
+        if isinstance(weight, Tensor):
+            grouped_gemm.plain_rows(dy, weight, dx, self.groups)
+        else:
+            assert row is not None
+            height, accumulation = _height(dy.shape[1]), config.quant.dgrad.accumulation
+            codes = GroupedTensor(row, self.groups, "row")
+            grouped_gemm.rows(codes, weight, dx, height=height, along="columns", accumulation=accumulation)
+        if out is None and config.tail == "zero":
+            grouped_gemm.zero_tail(dx, self.groups)
+        return dx
+
+    def bias_gradients(self, call: Backward, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        config, kept = call.config, call.kept
+        db = ds = None
+        if config.wants_db:
+            db = grouped_gemm.column_sums_of(dy, self.groups, DTYPES[config.bias_dtype], kept.scales)
+        if config.wants_ds:
+            ds = grouped_gemm.bias_products(dy, kept.bias, self.groups, DTYPES[config.scales_dtype])
+        return db, ds
+
+    def wgrad_operand(self, x: Tensor) -> Tensor:
+        return x
+
+    def x_of_rows(self, config: Any, parts: Sequence[Any], k: int, dtype: torch.dtype) -> Operand:
+        """Transpose row codes that arrived without columns, if that is what a cast would write; if not, cast their
+        values."""
+        spec, rows = config.quant.wgrad.right, given_rows(config.quant.fprop.left, parts, self.groups, k, dtype)
+        if config.quant.wgrad.left is None:
+            return rows.dequantize(dtype)[:, :k]
+        if _are_transposed(rows.q.spec, spec):
+            return self.transposed(rows)
+        column = self.quantize(rows.dequantize(dtype), None, spec, CastArgs())[1]
+        assert column is not None
+        return column
+
+    def weight_product(self, config: Any, operands: Operands, dtype: torch.dtype) -> Tensor:
+        dy, x, _, shape = operands
+        if isinstance(dy, Tensor) and isinstance(x, Tensor):
+            return grouped_gemm.fresh_wgrad(dy, x, self.groups, dtype)
+        out = torch.empty(shape, dtype=dtype, device=self.groups.start.device)
+        return self._fill_weight_gradient(operands, out, accumulate=False)
+
+    def prepared(self, config: Any, operands: Operands, dtype: torch.dtype) -> Operands:
+        return operands  # the GEMM itself adds to the buffer
+
+    def store(self, config: Any, out: Tensor, operands: Operands) -> None:
+        self._fill_weight_gradient(operands, out, accumulate=config.main_grad == "add")
+
+    def _fill_weight_gradient(self, operands: Operands, out: Tensor, *, accumulate: bool) -> Tensor:
+        dy, x = operands.dy, operands.x
+        if isinstance(dy, QTensor) and isinstance(x, QTensor):
+            codes = GroupedTensor(dy, self.groups, "column"), GroupedTensor(x, self.groups, "column")
+            return grouped_gemm.grouped_wgrad(*codes, out, accumulate=accumulate)
+        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+        return grouped_gemm.plain_wgrad(dy, x, out, self.groups, accumulate=accumulate)
 
 
-class SavedTensors(NamedTuple):
-    """x as dw needs it, w as dx needs it (column codes, or one plain tensor in their place), where the groups are, and
-    the arguments of casts in backward."""
-
-    x_codes: Tensor | None
-    x_scale: Tensor | None
-    x_global_scale: Tensor | None
-    w_codes: Tensor | None
-    w_scale: Tensor | None
-    w_global_scale: Tensor | None
-    width: Tensor  # [0, K], for its shape alone
-    bias: Tensor | None
-    scales: Tensor | None
-    dy_inverse_scale: (
-        Tensor | None
-    )  # delayed: dy's inverse scales, and how many amaxes they have seen if they are measured
-    dy_amax_count: Tensor | None
-    x_inverse_scale: Tensor | None  # delayed inverse scales of x's and w's columns, if those are made in backward
-    w_inverse_scale: Tensor | None
-    w_amax: Tensor | None  # as bits, if ranks have agreed on it and w's columns are made in backward
-    start: Tensor  # these five as of octavo.quant.groups.Groups
-    block: Tensor
-    owner: Tensor
-    source: Tensor
-    live: Tensor
-    dy_buffer: Tensor | None = None  # for a deferred dw in a graph: dy itself, or its codes and the rest
-    dy_buffer_1: Tensor | None = None
-    dy_buffer_2: Tensor | None = None
-    dy_buffer_3: Tensor | None = None
-
-
-class Saved(SavedTensors, SavedOperands):
-    """The tensors that backward needs."""
-
-    __slots__ = ()
-
-    def groups(self, rows: int) -> Groups:
-        return Groups(self.start, self.block, self.owner, self.source, self.live, rows)
-
-
-class GroupedLinearLayer(MatmulLayer):
+class GroupedLinearLayer(LinearLayer):
     """Computes x[g] · w[g]ᵀ + bias[g]."""
+
+    kind = Ragged
+
+    def rows_of(self, inputs: Inputs, rows: int) -> Ragged:
+        return Ragged(split(inputs.splits, rows))
+
+    def backward_call(self, config: Config, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> Backward:
+        kept: Any = Saved._make(saved)
+        return Backward(config, kept, buffers, writes, Ragged(Groups._make((*kept[PLACES], rows))))
+
+    def _rows_at(self, places: Parts, rows: int) -> Ragged:
+        return Ragged(Groups._make((*places, rows)))
 
     def out_place(self, config: Config) -> int:
         return Inputs._fields.index("out")
@@ -245,275 +319,36 @@ class GroupedLinearLayer(MatmulLayer):
         overlap others, or are adjacent."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
-    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
-        groups = split(inputs.splits, inputs.x.shape[0])
-        amaxes = RunningAmaxes(*inputs.running_amaxes)
-        if config.x == "codes":
-            codes: tuple[GroupedTensor | None, GroupedTensor | None]
-            codes = given_rows(config.quant.fprop.left, inputs.x_codes, groups, inputs.x.shape[1], config.y_dtype), None
-        else:
-            codes = quantized_x(config, inputs, inputs.x, groups, amaxes.x)
-        return forward_from(config, inputs, codes, groups, amaxes)
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:  # type: ignore[override]
+        return super().forward(config, inputs, self.rows_of(inputs, inputs.x.shape[0]))
 
-    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
-        x: Any = inputs.x
-        weight: Any = inputs.weight
-        number, n, k = weight.shape
-        y = TensorProto((x.shape[0], n), config.y_dtype, x.device)
-        groups = abstract_groups(x.shape[0], number, x.device)
-        padded = groups[2].shape[0] * BLOCK
-        auxiliary: tuple[TensorProto, ...] = ()
-        if config.dy_buffers:
-            buffers = _abstract_dy_buffers(config, y, padded, number)
-            auxiliary = (*auxiliary, *abstract_deferred_auxiliary(config, x, buffers))
-        x_kept, w_kept = Kept(), Kept()
-        if config.x_pair[1] is not None:
-            x_kept = Kept.of(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
-        if config.w_pair[1] is not None:
-            w_kept = Kept.of(_weight_proto(config.w_pair[1], "column", weight))
-        width = TensorProto((0, k), x.dtype, x.device)
-        return ForwardResult((y,), auxiliary, Intermediates._make((*x_kept, *groups, *w_kept, width)))
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:  # type: ignore[override]
+        rows = inputs.x.shape[0]
+        groups = abstract_groups(rows, inputs.weight.shape[0], inputs.x.device)
+        return super().abstract(config, inputs, self._rows_at(groups, rows))  # type: ignore[arg-type]
 
-    def wants(self, config: Config) -> tuple[bool, ...]:
-        grads, rest = config.grads, [False] * (len(Inputs._fields) - 5)
-        return "x" in grads, config.returns_dw, "b" in grads, False, "s" in grads, *rest
-
-    def deferred_operands(self, config: Config, tensors: Parts, x: Parts, weight: Tensor) -> Operands:
-        buffers, rest = tensors[: config.dy_buffers], tensors[config.dy_buffers :]
-        codes, where = rest[: -config.group_tensors] or x, rest[-config.group_tensors :]
-        groups = Groups._make((*where, buffers[-1].shape[0]))
-        dy: Operand = buffers[0] if len(buffers) == 1 else _dy_columns(config, buffers, groups)
-        right = _x_operand(config, codes, groups, weight.shape[2], config.y_dtype)
-        return Operands(dy, right, groups, tuple(weight.shape))
-
-    def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
-        row, column = config.quant.fprop.right, config.quant.dgrad.right
-        return (
-            None if row is None else _weight_proto(row, "row", weight),
-            None if column is None else _weight_proto(column, "column", weight),
-        )
-
-    def weight_codes(
-        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> GroupedTensor:
-        number, n, k = shape
-        spec = config.quant.fprop.right
-        assert spec is not None
-        q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
-        return GroupedTensor(q, equal(number, n, q.device), "row")
-
-    def weight_values(
-        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        number, n, k = shape
-        return self.weight_codes(config, row, shape, dtype).dequantize(dtype).view(number, n, -1)[..., :k]
-
-    def refresh(self, config: Config, cast: WeightCast) -> None:
-        specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), cast.weight.shape
-        matrix, groups = stacked(cast.weight)
-        row, column = (
-            GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), matrix.dtype), groups, side)
-            if spec is not None and parts
-            else None
-            for spec, parts, side in zip(specs, (cast.row, cast.column), ("row", "column"), strict=True)
-        )
-        cast = cast._replace(scaling=[t.view(number) for t in cast.scaling])
-        if cast.all_reduced:
-            running_amax = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
-            arguments = all_reduced_cast(
-                config.recipe, specs, cast.scaling, cast.all_reduced, running_amax, of_groups=True
-            )
-            arguments = arguments._replace(skip=cast.skip)
-        else:
-            arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups, None))
-        fill_groups(aligned(matrix), (row, column), arguments)
-
-    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
-        intermediates = Intermediates._make(made.intermediates)
-        if config.kept_x == "column" and config.x == "codes":
-            inputs = inputs._replace(x_codes=inputs.x_column_codes)
-        return Saved(
-            *saved_operands(config, inputs, intermediates),
-            intermediates.width,
-            inputs.bias if "s" in config.grads else None,
-            inputs.scales if "b" in config.grads else None,
-            *saved_scaling(config, inputs.scaling, inputs.all_reduced),
-            intermediates.start,
-            intermediates.block,
-            intermediates.owner,
-            intermediates.source,
-            intermediates.live,
-            *made.auxiliary[config.dy_buffer_auxiliary],
-        )
-
-    def backward(
+    def backward(  # type: ignore[override]
         self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
     ) -> Tensors:
-        if grads[0] is None:
-            return (None,) * len(Inputs._fields)
-        call = Backward(config, Saved._make(saved), buffers, writes)
+        dy, codes = grads[0], None
+        if dy is None:
+            return self.gradients(None, None, None)
         if buffers.dgrad_out is not None:
             refuse_dgrad_out(buffers.dgrad_out, grads)
-        groups = call.kept.groups(grads[0].shape[0])
-        codes = None if buffers.dy_codes is None else buffers.dy_codes.take(grads[0])
-        if codes is None:
-            dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
-            row, column = quantized_dy(call, dy, groups)
+        call = self.backward_call(config, saved, buffers, writes, dy.shape[0])
+        given = None if buffers.dy_codes is None else buffers.dy_codes.take(dy)
+        if given is None:
+            dy = call.rows.readable(dy)
         else:
-            dy, row, column = given_dy(call, grads[0], codes, groups)
-        dx = input_gradient(call, dy, row, groups) if "x" in config.grads else None
-        db, ds = bias_gradients(call, dy, groups)
-        return gradients(dx, finish(call, dy, column, groups), db, ds)  # buffers are written last
-
-    def weight_gradient(
-        self, config: Config, operands: Any, target: Target | LazyTarget | None, writes: Writes | None = None
-    ) -> Tensor | None:
-        dy, x, groups, shape = operands = Operands._make(operands)
-        number, n, k = shape
-        dtype, device = DTYPES[config.weight_dtype], groups.start.device
-        if target is None:
-            if isinstance(dy, Tensor) and isinstance(x, Tensor):
-                return grouped_gemm.fresh_wgrad(dy, x, groups, dtype)
-            return _fill_weight_gradient(
-                dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
-            )
-        out = target.open(number * n, k).view(number, n, k)
-        if writes is None:
-            _store(config, target, out, operands)
-        else:
-            writes.put_off(_store, config, target, out, operands)
-        return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
-
-    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        kept = Saved._make(saved)
-        number, n, k = kept.start.shape[0] - 1, dy.shape[1], kept.width.shape[1]
-        x, w, b, _, s, *rest = self.wants(config)
-        return (
-            TensorProto((dy.shape[0], k), dy.dtype, dy.device) if x and not config.dgrad_out else None,
-            TensorProto((number, n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
-            TensorProto((number, n), DTYPES[config.bias_dtype], dy.device) if b else None,
-            None,
-            TensorProto((dy.shape[0],), DTYPES[config.scales_dtype], dy.device) if s else None,
-            *[None] * len(rest),
-        )
-
-    def flops(self, config: Config, inputs: Inputs) -> int:
-        """Counts every row, the tail's too: only the device knows how long the tail is."""
-        return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
-
-    def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
-        gemms = ("x" in config.grads) + ("w" in config.grads and not config.deferred_wgrad)
-        return int(gemms * 2 * math.prod(dy.shape) * Saved._make(saved).width.shape[1])
+            dy, codes = given_dy(call, dy, given)
+        return super().backward(config, saved, buffers, (dy,), writes, call.rows, codes)
 
 
 layer = GroupedLinearLayer(Config, Inputs, Intermediates, Saved, Buffers)
 
 
-# -- forward ---------------------------------------------------------------------------------------------------------
-
-
-def forward_from(
-    config: Config,
-    inputs: Inputs,
-    x: tuple[GroupedTensor | None, GroupedTensor | None],
-    groups: Groups,
-    amaxes: RunningAmaxes,
-) -> ForwardResult:
-    """Run the rest of forward after x's cast. A fused producer casts x itself, and `inputs` then have none."""
-    if inputs.out is not None:
-        _check_out(config, inputs, inputs.out)
-    w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
-    y = _output(config, inputs, x[0], w_row, groups)
-    auxiliary: Parts = ()
-    if config.dy_buffers:
-        like = TensorProto(tuple(y.shape), y.dtype, y.device)
-        buffers = _abstract_dy_buffers(config, like, groups.padded, groups.number)
-        auxiliary = (*auxiliary, *deferred_auxiliary(config, inputs.x, buffers))
-    x_kept = Kept.of(None if x[1] is None else x[1].q)
-    width = torch.empty(0, inputs.weight.shape[2], dtype=config.y_dtype, device=y.device)
-    return ForwardResult((y,), auxiliary, Intermediates._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
-
-
-def quantized_x(
-    config: Config, inputs: Inputs, x: Tensor, groups: Groups, running_amax: Tensor | None, source: Tensor | None = None
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """Quantize x, or the rows of x that `source` names."""
-    part, all_reduced = (
-        inputs.scaling[config.x_scaling],
-        all_reduced_amaxes("x", config.all_reduced, inputs.all_reduced),
-    )
-    return _quantize(config, x, config.x_pair, groups, part, running_amax, source=source, all_reduced=all_reduced)
-
-
-def x_buffers(
-    config: Config, scaling: Parts, like: TensorProto, groups: Groups, running_amax: Tensor | None
-) -> tuple[tuple[GroupedTensor | None, GroupedTensor | None], CastArgs]:
-    """Output buffers and cast arguments for a fused producer that writes x as codes."""
-    return _empty_pair(like, config.x_pair, groups), _known_scale(scaling[config.x_scaling], running_amax, groups)
-
-
-def _empty_pair(
-    like: TensorProto, pair: QuantizerPair, groups: Groups
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """GroupedTensors in the orientations of a pair of quantizers, to be filled."""
-    row, column = (
-        None if spec is None else GroupedTensor(
-            grouped_proto(
-                spec, groups.padded, groups.number, _wide(like.shape[1]), side, like.dtype, like.device
-            ).empty(), groups, side,
-        )
-        for spec, side in zip(pair, ("row", "column"), strict=True)
-    )  # fmt: skip
-    return row, column
-
-
-def _known_scale(part: Sequence[Tensor], running_amax: Tensor | None, groups: Groups) -> CastArgs:
-    return known_scale([t.view(groups.number) for t in part], running_amax)._replace(groups=groups)
-
-
-def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor | None, groups: Groups) -> Tensor:
-    """Compute y, from the codes of x and w where there are some: in the caller's memory, or with a tail as the config
-    says."""
-    weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
-    y = out
-    if y is None:
-        y = torch.empty(groups.rows, weight.shape[1], dtype=config.y_dtype, device=weight.device)
-    if x is None or w is None:
-        grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, groups, bias, scales)
-    else:
-        accumulation = config.quant.fprop.accumulation
-        grouped_gemm.rows(x, w, y, bias, scales, height=_height(weight), accumulation=accumulation)
-    if out is None:
-        return _finished(config, y, groups)
-    return y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
-
-
-def _quantize(
-    config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, scaling: Sequence[Tensor],
-    running_amax: Tensor | None,
-    seed: Tensor | None = None, source: Tensor | None = None, all_reduced: Parts = (),
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:  # fmt: skip
-    """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling`, one inverse scale for each
-    group, if that is delayed. `source` names the rows of x."""
-    if pair[0] is None and pair[1] is None:
-        return None, None
-    part = [t.view(groups.number) for t in scaling]
-    if all_reduced:
-        arguments = all_reduced_cast(config.recipe, pair, part, all_reduced, running_amax, of_groups=True)
-    else:
-        arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups, source), running_amax, seed)
-    return quantize_groups(aligned(x), *pair, groups, arguments._replace(source=source))
-
-
-def _amaxes(x: Tensor, groups: Groups, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
-    """The amax of each group. It skips none: some groups may have seen amaxes, and others not."""
-    amax = groups_amax(x, spec, None, groups, source=source)[0]
-    assert amax is not None
-    return amax
-
-
 def aligned(x: Tensor) -> Tensor:
-    """x with zeros in the columns that GEMMs read besides: what casts read."""
+    """Pad x with zeros to the columns that GEMMs read: what casts read."""
     return F.pad(x, (0, -x.shape[-1] % ALIGNED)) if x.shape[-1] % ALIGNED else x
 
 
@@ -521,36 +356,9 @@ def _wide(columns: int) -> int:
     return -(-columns // ALIGNED) * ALIGNED
 
 
-def _height(weight: Tensor | TensorProto) -> int:
-    """Rows from one expert's stacked weight to the next one's."""
-    return -(-weight.shape[1] // BLOCK) * BLOCK
-
-
-def _quantized_weight(
-    config: Config, inputs: Inputs, running_amax: Tensor | None
-) -> tuple[QTensor | None, QTensor | None]:
-    """Row codes [G * height, K] and column codes [K, G * height], given or made."""
-    weight, spec = inputs.weight, config.quant.fprop.right
-    if config.weight != "plain":
-        number, _, k = weight.shape
-        if spec is None:
-            return None, None
-        return grouped_assemble(spec, inputs.w_row, number, "row", _wide(k), weight.dtype), None
-    if config.w_pair[0] is None and config.w_pair[1] is None:
-        return None, None
-    matrix, groups = stacked(weight)
-    part, all_reduced = (
-        inputs.scaling[config.w_scaling],
-        all_reduced_amaxes("w", config.all_reduced, inputs.all_reduced),
-    )
-    row, column = _quantize(config, matrix, config.w_pair, groups, part, running_amax, all_reduced=all_reduced)
-    return (None if row is None else row.q), (None if column is None else column.q)
-
-
-def stacked(weight: Tensor) -> tuple[Tensor, Groups]:
-    """Weights [G, N, K] as rows in groups."""
-    number, n, k = weight.shape
-    return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
+def _height(rows: int) -> int:
+    """Count the rows from one expert's stacked weight of that many rows to the next one's."""
+    return -(-rows // BLOCK) * BLOCK
 
 
 def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
@@ -558,7 +366,7 @@ def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
     x: Tensor | None = inputs.x
     if x is not None and overlap(out, x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
         refuse_shared_memory("out", "x, which is multiplied as it is, now or for the weight's gradient")
-    if any(overlap(out, t) for t in (*inputs.x_codes, *inputs.x_column_codes)):
+    if any(overlap(out, t) for t in (*inputs.x_codes, *inputs.x_column)):
         refuse_shared_memory("out", "the codes of x, which the layer multiplies as they are")
     for name in ("weight", "bias", "splits", "scales"):
         tensor = getattr(inputs, name)
@@ -566,121 +374,28 @@ def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
             refuse_shared_memory("out", f"{name}, which the layer needs as it is")
 
 
-def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
-    if config.tail == "zero":
-        grouped_gemm.zero_tail(out, groups)
-    return out
-
-
-# -- a weight gradient that a graph leaves to backward_dw() (octavo.runtime.deferred_wgrad) ----------------------------
-
-
-def _abstract_dy_buffers(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
-    """Buffers for dy as dw needs it."""
-    spec = config.dy_pair[1]
-    if spec is None:
-        return (y,)
-    q = grouped_proto(spec, padded, number, _wide(y.shape[1]), "column", y.dtype, y.device)
-    return abstract_dy_buffers(q, y.shape[0], y)
-
-
-def _dy_columns(config: Config, buffers: Sequence[Tensor], groups: Groups) -> GroupedTensor:
-    """dy's column codes, in the buffers."""
-    spec = config.dy_pair[1]
-    assert spec is not None
-    q = grouped_assemble(spec, buffers[:-1], groups.number, "column", buffers[0].shape[0], config.y_dtype)
-    return GroupedTensor(q, groups, "column")
-
-
-# -- cached weights --------------------------------------------------------------------------------------------------
-
-
-def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> QProto:
-    number, _, k = weight.shape
-    return grouped_proto(spec, number * _height(weight), number, _wide(k), side, weight.dtype, weight.device)
-
-
-# -- backward --------------------------------------------------------------------------------------------------------
-
-
-def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None, ds: Tensor | None) -> Tensors:
-    """One gradient for each input."""
-    return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
-
-
-def dy_buffers(
-    call: Backward, like: TensorProto, groups: Groups
-) -> tuple[tuple[GroupedTensor | None, GroupedTensor | None], CastArgs]:
-    """Output buffers and cast arguments for a fused producer that writes dy as codes."""
-    arguments = _known_scale(call.kept.dy_scaling, call.buffers.amax, groups)._replace(seed=call.seed())
-    return _empty_pair(like, call.config.dy_pair, groups), arguments
-
-
-def x_columns_again(call: Backward, x: Tensor, groups: Groups, source: Tensor) -> GroupedTensor:
-    """Make the column codes of the rows of x that `source` names, as forward would have made them."""
-    inverse_scale = call.kept.x_inverse_scale
-    arguments = CastArgs(
-        inverse_scale=None if inverse_scale is None else inverse_scale.view(groups.number), source=source
-    )
-    column = quantize_groups(aligned(x), None, call.config.quant.wgrad.right, groups, arguments)[1]
-    assert column is not None
-    return column
-
-
-def x_column_buffer(call: Backward, like: TensorProto, groups: Groups) -> tuple[GroupedTensor | None, CastArgs]:
-    """The output buffer and cast arguments for a fused backward that makes x's column codes again."""
-    if "w" not in call.config.grads:
-        return None, CastArgs()
-    inverse_scale = call.kept.x_inverse_scale
-    arguments = CastArgs(
-        inverse_scale=None if inverse_scale is None else inverse_scale.view(groups.number), groups=groups
-    )
-    return _empty_pair(like, (None, call.config.quant.wgrad.right), groups)[1], arguments
-
-
-def quantized_dy(
-    call: Backward, dy: Tensor, groups: Groups, source: Tensor | None = None
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """Quantize dy, or the rows of dy that `source` names, by row and by column: the latter into the buffers of a
-    deferred dw if there are any."""
-    config, kept, buffers, _ = call
-    pair, seed = config.dy_pair, call.seed()
-    scaling, running_amax = ((), None) if config.scales_dy_alone else (kept.dy_scaling, buffers.amax)
-    if config.dy_buffers < 2:
-        return _quantize(config, dy, pair, groups, scaling, running_amax, seed, source)
-    assert source is None
-    row, _ = _empty_pair(TensorProto.of(dy), (pair[0], None), groups)
-    codes = row, _dy_columns(config, kept.dy_buffers, groups)
-    part = [t.view(groups.number) for t in scaling]
-    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), running_amax, seed)
-    fill_groups(aligned(dy), codes, arguments)
-    return codes
-
-
-def given_dy(
-    call: Backward, dy: Tensor, codes: GroupedTensor, groups: Groups
-) -> tuple[Tensor, GroupedTensor | None, GroupedTensor | None]:
-    """dy that arrived as codes: its values, if a gradient needs them, and codes of its rows and columns. Codes of the
-    right quantizer are used as they are, or transposed; others are made of the values."""
-    config = call.config
+def given_dy(call: Backward, dy: Tensor, codes: GroupedTensor) -> tuple[Tensor, Pair]:
+    """Return dy that arrived as codes: its values, if a gradient needs them, and codes of its rows and columns. Codes
+    of the right quantizer are used as they are, or transposed; others are made of the values."""
+    config, groups = call.config, call.rows.groups
     _check_given_dy(codes, dy, groups)
     wants_row, wants_column = config.dy_pair
     row = column = None
     if wants_row is not None and wants_row == codes.q.spec:
-        row = given_rows(wants_row, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
+        row = given_rows(wants_row, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype).q
     if wants_column is not None and codes.columns is not None and codes.columns.spec == wants_column:
-        column = GroupedTensor(_wider_columns(codes.columns), groups, "column")
-    elif wants_column is not None and _are_turned(codes.q.spec, wants_column):
+        column = _wider_columns(codes.columns)
+    elif wants_column is not None and _are_transposed(codes.q.spec, wants_column):
         rows = given_rows(wants_column, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
-        column = transposed(rows)
+        column = transposed(rows).q
     missing = None if row is not None else wants_row, None if column is not None else wants_column
-    in_values = ("x" in config.grads and wants_row is None) or ("w" in config.grads and wants_column is None)
-    if in_values or missing != (None, None) or "b" in config.grads or "s" in config.grads:
+    in_values = (config.wants_dx and wants_row is None) or (config.wants_dw and wants_column is None)
+    if in_values or missing != (None, None) or config.wants_db or config.wants_ds:
         dy = GroupedTensor(codes.q, groups, "row").dequantize(dy.dtype)
     if missing != (None, None):
-        made = _quantize(config, dy, missing, groups, (), None, call.seed())
+        made = call.rows.quantize(dy, *missing, CastArgs(seed=call.seed()))
         row, column = made[0] if row is None else row, made[1] if column is None else column
-    return dy, row, column
+    return dy, (row, column)
 
 
 def _check_given_dy(codes: GroupedTensor, dy: Tensor, groups: Groups) -> None:
@@ -696,108 +411,11 @@ def _check_given_dy(codes: GroupedTensor, dy: Tensor, groups: Groups) -> None:
         )
 
 
-def bias_gradients(call: Backward, dy: Tensor, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of the bias and of its scales."""
-    config, kept = call.config, call.kept
-    db = ds = None
-    if "b" in config.grads:
-        db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
-    if "s" in config.grads:
-        ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
-    return db, ds
-
-
-def input_gradient(call: Backward, dy: Any, row: GroupedTensor | None, groups: Groups) -> Tensor:
-    """Compute dx, in the caller's memory if there is some. If row codes are given, only dy's shape is used."""
-    config, kept, out = call.config, call.kept, call.buffers.dgrad_out
-    number, n, k = groups.number, dy.shape[1], kept.width.shape[1]
-    dx = torch.empty(dy.shape[0], k, dtype=dy.dtype, device=dy.device) if out is None else out
-    if row is None:
-        weight = kept.w_codes
-        if config.kept_w == "row":
-            weight = layer.weight_values(config, kept.w, (number, n, k), dy.dtype)
-        assert weight is not None
-        grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
-    else:
-        w = _weight_columns(config, kept, number, n, k, dy.dtype)
-        height, accumulation = -(-n // BLOCK) * BLOCK, config.quant.dgrad.accumulation
-        grouped_gemm.rows(row, w, dx, height=height, along="columns", accumulation=accumulation)
-    return _finished(config, dx, groups) if out is None else dx
-
-
-def _weight_columns(config: Config, kept: Saved, number: int, height: int, k: int, dtype: torch.dtype) -> QTensor:
-    """The column codes of weights of `height` rows: kept, or made as forward would have made them, from cached row
-    codes or from the weights."""
-    spec = config.quant.dgrad.right
-    assert spec is not None
-    if config.kept_w == "turned":
-        assert config.quant.fprop.right is not None
-        q = grouped_assemble(config.quant.fprop.right, kept.w, number, "row", _wide(k), dtype)
-        rows = GroupedTensor(q, equal(number, height, q.device), "row")
-        return transposed(rows).q
-    if config.kept_w != "again":
-        return _saved_columns(spec, kept.w, number, _wide(k), dtype)
-    assert kept.w_codes is not None
-    matrix, groups = stacked(kept.w_codes)
-    inverse_scale = None if kept.w_inverse_scale is None else kept.w_inverse_scale.view(number)
-    amax = None if kept.w_amax is None else number_of(kept.w_amax)
-    _, column = quantize_groups(aligned(matrix), None, spec, groups, CastArgs((None, amax), inverse_scale))
-    assert column is not None
-    return column.q
-
-
-def finish(
-    call: Backward, dy: Any, column: GroupedTensor | None, groups: Groups, x_column: GroupedTensor | None = None
-) -> Tensor | None:
-    """Compute dw, then advance the random counter. If column codes are given, only dy's shape is used."""
-    dw = _weight_gradient(call, dy, column, groups, x_column) if "w" in call.config.grads else None
-    call.advance()
-    return dw
-
-
-def _weight_gradient(
-    call: Backward, dy: Any, column: GroupedTensor | None, groups: Groups, x_column: GroupedTensor | None
-) -> Tensor | None:
-    """Compute dw. If it is deferred, leave its operands in the queue or in the buffers, and return None."""
-    config, kept, buffers, writes = call
-    if config.dy_buffers:
-        if column is None and kept.dy_buffer is not None:  # codes are in their place already
-            kept.dy_buffer.copy_(dy)
-        return None
-    shape = (groups.number, dy.shape[1], kept.width.shape[1])
-    right = _x_operand(config, kept.x, groups, shape[2], dy.dtype) if x_column is None else x_column
-    operands = Operands(dy if column is None else column, right, groups, shape)
-    if config.deferred_wgrad:
-        assert buffers.mail is not None
-        call.write(buffers.mail.put, config, *operands)
-        return None
-    return layer.weight_gradient(config, operands, buffers.main_grad, writes)
-
-
-def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, k: int, dtype: torch.dtype) -> Operand:
-    """x as dw needs it. Row codes that arrived without columns are transposed if that is what a cast would write;
-    if not, their values are cast."""
-    if config.kept_x == "plain":
-        return parts[0].to(dtype)
-    spec = config.quant.wgrad.right
-    if config.kept_x == "row":
-        rows = given_rows(config.quant.fprop.left, parts, groups, k, dtype)
-        if config.quant.wgrad.left is None:
-            return rows.dequantize(dtype)[:, :k]
-        if _are_turned(rows.q.spec, spec):
-            return transposed(rows)
-        column = quantize_groups(rows.dequantize(dtype), None, spec, groups)[1]
-        assert column is not None
-        return column
-    assert spec is not None
-    q = _wider_columns(_saved_columns(spec, parts, groups.number, parts[0].shape[0], dtype))
-    return GroupedTensor(q, groups, "column")
-
-
 def given_rows(
     spec: Quantizer | None, parts: Sequence[Tensor], groups: Groups, k: int, dtype: torch.dtype
 ) -> GroupedTensor:
-    """Row codes that arrived, with zeros in the columns that GEMMs read besides: the bytes of a cast of wider rows."""
+    """Return row codes that arrived, padded with zeros to the columns that GEMMs read: the bytes of a cast of wider
+    rows."""
     assert spec is not None
     q = grouped_assemble(spec, parts, groups.number, "row", k, dtype)
     q = in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
@@ -811,7 +429,7 @@ def given_rows(
 
 
 def _wider_columns(q: QTensor) -> QTensor:
-    """Column codes [K, padded] with as many rows as GEMMs read."""
+    """Pad column codes [K, padded] with zeros to as many rows as GEMMs read."""
     more = _wide(q.rows) - q.rows
     if not more:
         return q
@@ -822,23 +440,3 @@ def _wider_columns(q: QTensor) -> QTensor:
     strides = scale_strides(q.spec, (scale.shape[0], scale.shape[1]))
     wider = QTensor(codes, scale, q.spec, (_wide(q.rows), q.shape[1]), q.dtype, q.global_scale)
     return in_order(wider, strides)
-
-
-def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int, dtype: torch.dtype) -> QTensor:
-    q = grouped_assemble(spec, parts, number, "column", k, dtype)
-    return in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
-
-
-def _store(config: Config, target: Target | LazyTarget, out: Tensor, operands: Operands) -> None:
-    """Compute dw into the buffer that a target opened."""
-    dy, x, groups, _ = operands
-    with preserve_version_counter(out):  # a graph in flight may have saved it
-        _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
-    target.close()
-
-
-def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, *, accumulate: bool) -> Tensor:
-    if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
-        return grouped_gemm.grouped_wgrad(dy, x, out, accumulate=accumulate)
-    assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-    return grouped_gemm.plain_wgrad(dy, x, out, groups, accumulate=accumulate)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,16 @@ _CHOICES = {
     "scales_dtype": ("", *DTYPES),
 }
 _LETTERS = {"grads": "xwbs", "measured": cast_arguments.LETTERS, "all_reduced": "xw"}
+# the form in which an unchanged operand is kept, by the mode of its backward GEMM
+_KEPT = {"quantized": "column", "high_precision": "plain", "dequantized": "row"}
+
+
+class OperandCast(NamedTuple):
+    """How forward casts x or w."""
+
+    pair: QuantizerPair  # the quantizers of both orientations, None for one that is not made
+    scaling: slice  # the operand's part of `Inputs.scaling`
+    all_reduced: slice  # the operand's part of `Inputs.all_reduced`: row's amax and column's, or nothing
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -50,10 +61,12 @@ class LinearSettings(Value):
     dtype: str = "float32"  # of y
     weight_dtype: str = "float32"
     bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"
-    weight: str = "plain"  # or "codes", passed besides the weight; or "held": there are only codes
+    grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"; see wants_dx …
+    x: str = "plain"  # or "codes" of fprop's quantizer; x itself is then the anchor of their gradient, if they have one
+    x_has_columns: bool = False  # these codes come with the columns that dw needs
+    weight: str = "plain"  # or "codes", passed besides the weight; or "held": a quantized weight, only codes
     observe: bool = False  # delayed: running amaxes of x and w are raised in place, and in backward that of dy
-    measured: str = ""  # delayed: letters of "xwd" (d is dy): scaled by their own amax until a step has seen one
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): uncalibrated ones, scaled by their own amax until a step
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     # dw is left to `backward_dw()`: backward puts its operands into a "queue", or in a graph into "buffers" that
@@ -62,6 +75,13 @@ class LinearSettings(Value):
     x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
     recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
     all_reduced: str = ""  # letters of "xw": their amaxes are given, row's and column's each; they are all-reduced
+
+    # settings that only one of the two layers has, as the other one has them
+    quantize_output = False
+    scales_dtype = ""
+    dgrad_out = False
+    scales_dy_alone = False
+    group_tensors = 0  # intermediates after x's that say where groups are
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -85,29 +105,73 @@ class LinearSettings(Value):
     def y_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    # -- the letters, by name ------------------------------------------------------------------------------------------
+
     @cached_property
-    def casts_x(self) -> bool:
-        """Whether forward quantizes x."""
-        return self.quant.fprop.left is not None
+    def wants_dx(self) -> bool:
+        return "x" in self.grads
+
+    @cached_property
+    def wants_dw(self) -> bool:
+        """Whether dw is wanted: returned, in a buffer, or left to `backward_dw()`."""
+        return "w" in self.grads
+
+    @cached_property
+    def wants_db(self) -> bool:
+        return "b" in self.grads
+
+    @cached_property
+    def wants_ds(self) -> bool:
+        """Whether the gradient of the bias' scales is wanted."""
+        return "s" in self.grads
+
+    @cached_property
+    def is_x_calibrated(self) -> bool:
+        return "x" not in self.measured
+
+    @cached_property
+    def is_dy_calibrated(self) -> bool:
+        return "d" not in self.measured
 
     # -- operands that backward keeps ----------------------------------------------------------------------------------
 
     @cached_property
+    def wgrad_mode(self) -> str:
+        """The mode of the recipe's wgrad, unless x arrives in a form that changes it."""
+        return self.quant.wgrad.mode
+
+    @cached_property
     def kept_x(self) -> str:
         """The form in which backward needs x: "" (not at all), "plain", "row" or "column"."""
-        raise NotImplementedError
+        if not self.wants_dw:
+            return ""
+        if self.x == "codes":
+            return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
+        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
+            return ""
+        return _KEPT[self.wgrad_mode]
 
     @cached_property
     def kept_w(self) -> str:
         """The form in which backward needs w: "" (not at all), "plain", "row", "column"; "again": the weight itself, to
-        make its column codes once more; or "turned": row codes, to be transposed."""
-        raise NotImplementedError
+        make its column codes once more; or "transposed": cached row codes, to be transposed."""
+        if not self.wants_dx:
+            return ""
+        mode = self.quant.dgrad.mode
+        if mode != "quantized":
+            return "row" if self.weight == "held" else _KEPT[mode]
+        return "again" if self.makes_w_again else "transposed" if self.transposes_w else "column"
 
     @cached_property
     def makes_w_again(self) -> bool:
         """Whether backward makes the weight's column codes from the weight, rather than keep them. In the first step of
         delayed scaling, forward's inverse scale is not at hand."""
         return self.recompute_w_columns and self.weight == "plain" and "w" not in self.measured
+
+    @cached_property
+    def transposes_w(self) -> bool:
+        """Whether backward transposes the weight's cached row codes, rather than keep column codes."""
+        return False
 
     @cached_property
     def made_x(self) -> str:
@@ -119,11 +183,38 @@ class LinearSettings(Value):
         """The orientation of w's codes that forward makes for backward: "" or "row", "column"."""
         return "" if of_orientation(self.kept_w, self.w_pair) is None else self.kept_w
 
+    @cached_property
+    def keeps_x_amax(self) -> bool:
+        """Whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure."""
+        return False
+
+    @cached_property
+    def keeps_w_amax(self) -> bool:
+        """The same of w's amax. One that ranks agreed on is an input, and backward needs no other."""
+        return False
+
+    @cached_property
+    def keeps_width(self) -> bool:
+        """Whether K must be kept separately, as the shape of an empty tensor."""
+        return True
+
     # -- quantizers of both orientations, None for one that is not made ------------------------------------------------
+
+    @cached_property
+    def casts_x(self) -> bool:
+        """Whether forward quantizes x."""
+        return self.x == "plain" and self.quant.fprop.left is not None
+
+    @cached_property
+    def casts_w(self) -> bool:
+        """Whether forward quantizes w."""
+        return any(spec is not None for spec in self.w_pair)
 
     @cached_property
     def x_pair(self) -> QuantizerPair:
         """The quantizers with which forward casts x."""
+        if self.x == "codes":
+            return None, None
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
 
     @cached_property
@@ -136,7 +227,22 @@ class LinearSettings(Value):
     @cached_property
     def dy_pair(self) -> QuantizerPair:
         """The quantizers with which backward casts dy."""
-        raise NotImplementedError
+        return (
+            self.quant.dgrad.left if self.wants_dx else None,
+            self.quant.wgrad.left if self.wants_dw and self.wgrad_mode == "quantized" else None,
+        )
+
+    @cached_property
+    def x_cast(self) -> OperandCast:
+        return OperandCast(self.x_pair, self.x_scaling, self._all_reduced_part("x"))
+
+    @cached_property
+    def w_cast(self) -> OperandCast:
+        return OperandCast(self.w_pair, self.w_scaling, self._all_reduced_part("w"))
+
+    def _all_reduced_part(self, letter: str) -> slice:
+        at = 2 * self.all_reduced.find(letter)
+        return slice(0) if at < 0 else slice(at, at + 2)
 
     @cached_property
     def is_stochastic(self) -> bool:
@@ -163,7 +269,7 @@ class LinearSettings(Value):
     @cached_property
     def returns_dw(self) -> bool:
         """Whether backward returns a gradient of the weight: dw, or zeros that stand for it."""
-        return "w" in self.grads and not self.deferred_wgrad and (not self.main_grad or self.dummy_grad)
+        return self.wants_dw and not self.deferred_wgrad and (not self.main_grad or self.dummy_grad)
 
     @cached_property
     def dy_buffers(self) -> int:
@@ -173,12 +279,7 @@ class LinearSettings(Value):
     @cached_property
     def output_parts(self) -> int:
         """The number of tensors of a quantized y, the first of the extras."""
-        return 0
-
-    @cached_property
-    def group_tensors(self) -> int:
-        """The number of intermediates after x's that say where groups are."""
-        return 0
+        return self.quant.parts if self.quantize_output else 0
 
     @cached_property
     def dy_buffer_auxiliary(self) -> slice:
@@ -202,15 +303,9 @@ def of_orientation(orientation: str, pair: QuantizerPair) -> Quantizer | None:
 
 @register("linear")
 class Config(LinearSettings):
-    """The settings of a call: with its tensors, they decide what it does."""
+    """The settings of a call of the dense layer: with its tensors, they decide what it does."""
 
-    x: str = "plain"  # or "codes"
-    x_has_columns: bool = False  # the codes are there in both orientations
     quantize_output: bool = False
-
-    @cached_property
-    def casts_x(self) -> bool:
-        return self.x == "plain" and super().casts_x
 
     @cached_property
     def wgrad_mode(self) -> str:
@@ -223,35 +318,13 @@ class Config(LinearSettings):
         return self.quant.wgrad.mode
 
     @cached_property
-    def kept_x(self) -> str:
-        if "w" not in self.grads:
-            return ""
-        if self.x == "codes":
-            return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
-        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
-            return ""
-        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
-
-    @cached_property
-    def kept_w(self) -> str:
-        if "x" not in self.grads:
-            return ""
-        if self.weight == "held" and self.quant.dgrad.mode != "quantized":
-            return "row"
-        if self.makes_w_again and self.quant.dgrad.mode == "quantized":
-            return "again"
-        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
-
-    @cached_property
     def keeps_x_amax(self) -> bool:
-        """Whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure."""
-        if self.x_columns != "backward" or not self.casts_x or "w" not in self.grads or self.kept_x:
+        if self.x_columns != "backward" or not self.casts_x or not self.wants_dw or self.kept_x:
             return False
         return "x" not in self.all_reduced and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
 
     @cached_property
     def keeps_w_amax(self) -> bool:
-        """The same of w's amax. One that ranks agreed on is an input, and backward needs no other."""
         if self.kept_w != "again" or "w" in self.all_reduced:
             return False
         return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
@@ -265,22 +338,5 @@ class Config(LinearSettings):
         """Whether K must be kept separately: packed row codes do not tell their number of columns, and there may be no
         saved operand at all."""
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
-        nothing = "w" in self.grads and not self.kept_x and not self.kept_w
+        nothing = self.wants_dw and not self.kept_x and not self.kept_w
         return nothing or (packed and "row" in (self.kept_x, self.kept_w))
-
-    @cached_property
-    def x_pair(self) -> QuantizerPair:
-        if self.x == "codes":
-            return None, None
-        return super().x_pair
-
-    @cached_property
-    def dy_pair(self) -> QuantizerPair:
-        return (
-            self.quant.dgrad.left if "x" in self.grads else None,
-            self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
-        )
-
-    @cached_property
-    def output_parts(self) -> int:
-        return self.quant.parts if self.quantize_output else 0

@@ -1,177 +1,290 @@
-"""Parts that the linear and the grouped linear layer share: operands that backward keeps, and extras for a weight
-gradient that `backward_dw()` computes.
+"""The GEMMs of a linear layer and the casts before them, for dense rows and for rows in groups alike
+(`octavo.ops.operands`).
 
-Backward keeps an operand as a plain tensor or as the tensors of its codes. Both take three fields, so that the number
-of tensors that cross a node is fixed.
+    y = x · wᵀ + bias        dx = dy · w        dw = dyᵀ · x        each GEMM as the recipe says
+
+The casts in forward and backward, for x [M, K], w [N, K], dy [M, N] ("column" is the other orientation, contracted over
+M or N):
+
+    forward    x row and column, w row and column, each from one read       y  = gemm(x row, w row)
+    backward   dy row and column, from one read                              dx = gemm(dy row, w column)
+                                                                             dw = gemm(dy column, x column)
+
+A column that no gradient needs is not made. Backward keeps x's column codes and w's, an eighth to a half of what bf16
+would take; an operand of a GEMM in high precision is kept as it is, by reference, and "dequantized" backward GEMMs run
+on the row codes of forward. Operands may also arrive as codes: x from a layer that made them, w from a cache.
+
+Forward and backward are cut at the casts, so that a fused operation, whose kernel writes the codes of x or of dy, calls
+the parts after them: `x_buffers` and `forward_from`; `dy_buffers`, `input_gradient` and `finish`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.communication.all_reduced_amaxes import all_reduced_amaxes
-from octavo.ops.linear_config import LinearSettings
+from octavo._torch.autograd import preserve_version_counter
+from octavo.communication.all_reduced_amaxes import all_reduced_cast, kept_amax
+from octavo.ops.linear_config import OperandCast
+from octavo.ops.operands import (
+    DY_BUFFERS,
+    W_PARTS,
+    X_PARTS,
+    Backward,
+    Dense,
+    Intermediates,
+    Operand,
+    Operands,
+    Pair,
+)
+from octavo.quant.casts import as_matrix
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import Parts, QProto, QTensor
-from octavo.quant.quantizer import CastArgs, QuantizerPair
-from octavo.runtime.contract import WeightCast, WeightLayer
-from octavo.runtime.deferred_wgrad import unfilled_dy_buffers
-from octavo.runtime.gradient_targets import Target, Writes, advance
-from octavo.scaling.cast_arguments import Measure, W, X, cast_args
+from octavo.quant.qtensor import Parts, QTensor
+from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.runtime.contract import DTYPES, ForwardResult
+from octavo.runtime.deferred_wgrad import abstract_dy_buffers, unfilled_dy_buffers
+from octavo.runtime.gradient_targets import LazyTarget, Target, Writes, advance
+from octavo.scaling.cast_arguments import RunningAmaxes, X, cast_args
+
+NO_CODES: Pair = (None, None)
+NO_PARTS = (None, None, None)
+WeightTarget = Target | LazyTarget | None
 
 
-class Kept(NamedTuple):
-    """A QTensor's tensors, or a plain tensor in the place of its codes."""
-
-    codes: Any = None
-    scale: Any = None
-    global_scale: Any = None
-
-    @classmethod
-    def of(cls, q: QTensor | QProto | None) -> "Kept":
-        return NOT_KEPT if q is None else cls(q.codes, q.scale, q.global_scale)
+# -- forward ---------------------------------------------------------------------------------------------------------
 
 
-NOT_KEPT = Kept()
+def quantized(
+    config: Any, inputs: Any, cast: OperandCast, x: Tensor, rows: Dense, running_amax: Tensor | None,
+    source: Tensor | None = None, amax: Tensor | None = None,
+) -> Pair:  # fmt: skip
+    """Quantize x or w, or the rows of x that `source` names: by the operand's part of `scaling` if that is delayed, by
+    all-reduced amaxes, or by an amax that is known."""
+    row, column = cast.pair
+    if row is None and column is None:
+        return NO_CODES
+    part, all_reduced = inputs.scaling[cast.scaling], inputs.all_reduced[cast.all_reduced]
+    if all_reduced:
+        of_groups = rows.groups is not None
+        arguments = all_reduced_cast(config.recipe, cast.pair, part, all_reduced, running_amax, of_groups)
+    elif amax is not None:
+        arguments = CastArgs(amax=(amax, amax))
+    else:
+        arguments = cast_args(config.recipe, cast.pair, part, partial(rows.amax, x, source), running_amax)
+    return rows.quantize(x, row, column, arguments if source is None else arguments._replace(source=source))
 
 
-class SavedOperands:
-    """The tensors that a linear layer saved, by operand."""
-
-    __slots__ = ()
-    x_codes: Any
-    x_scale: Any
-    x_global_scale: Any
-    w_codes: Any
-    w_scale: Any
-    w_global_scale: Any
-    dy_inverse_scale: Any
-    dy_amax_count: Any
-    dy_buffer: Any
-    dy_buffer_1: Any
-    dy_buffer_2: Any
-    dy_buffer_3: Any
-
-    @property
-    def x(self) -> Parts:
-        """The tensors of x."""
-        return tuple([t for t in (self.x_codes, self.x_scale, self.x_global_scale) if t is not None])
-
-    @property
-    def w(self) -> Parts:
-        """The tensors of w."""
-        return tuple([t for t in (self.w_codes, self.w_scale, self.w_global_scale) if t is not None])
-
-    @property
-    def dy_scaling(self) -> Parts:
-        """Delayed: dy's part of `scaling`."""
-        return tuple([t for t in (self.dy_inverse_scale, self.dy_amax_count) if t is not None])
-
-    @property
-    def dy_buffers(self) -> Parts:
-        """The buffers that a deferred dw reads dy from."""
-        buffers = self.dy_buffer, self.dy_buffer_1, self.dy_buffer_2, self.dy_buffer_3
-        return tuple([t for t in buffers if t is not None])
+def x_buffers(
+    config: Any, scaling: Parts, like: TensorProto, rows: Dense, running_amax: Tensor | None
+) -> tuple[Pair, CastArgs]:
+    """Return output buffers and cast arguments for a fused producer that writes x as codes."""
+    inverse_scale = scaling[X] if scaling else None  # the one in use, whether or not an amax was seen
+    arguments = CastArgs(inverse_scale=inverse_scale, running_amax=running_amax, groups=rows.groups)
+    return rows.empty_pair(like, config.x_pair), arguments
 
 
-class Backward(NamedTuple):
-    """One call of backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
-
-    config: Any
-    kept: Any
-    buffers: Any
-    writes: Writes | None
-
-    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Write to a buffer, now or when the chain around this layer is done."""
-        if self.writes is None:
-            function(*arguments)
-        else:
-            self.writes.put_off(function, *arguments)
-
-    def seed(self) -> Tensor | None:
-        """The random counter from which a cast of dy draws; None if none does."""
-        seed: Tensor | None = self.buffers.seed if self.config.is_stochastic else None
-        return seed if seed is None or self.writes is None else self.writes.drawn(seed)
-
-    def advance(self) -> None:
-        """Advance the random counter, after all else: a backward that fails before draws the same numbers when it is
-        repeated. (The cast of dy raised its amax; a second cast raises it no further.)"""
-        if self.config.is_stochastic and self.buffers.seed is not None:
-            self.write(advance, self.buffers.seed)
-
-
-class MatmulLayer(WeightLayer):
-    """A layer of GEMMs with a weight."""
-
-    scales = ("x_scale", "w_scale")
-
-    def graph_buffers(
-        self, config: Any, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None, *rest: Any
-    ) -> Any:
-        """Buffers from the tensors that a graph passes along. `mark` only tells one call with a deferred dw from
-        another."""
-        return self.Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, *rest)
-
-    def keeps_state(self, config: Any) -> bool:
-        states = config.main_grad, config.observe, config.deferred_wgrad, config.is_stochastic
-        return any(states) or config.weight == "held"
-
-    def fills(self, config: Any) -> bool:
-        return bool(config.dy_buffers)
-
-    def auxiliary(self, config: Any) -> int:
-        copies = config.dy_buffers > 0 and config.kept_x == "plain"
-        return int(config.dy_buffer_auxiliary.stop + copies)
-
-
-def deferred_auxiliary(config: LinearSettings, x: Any, dy_buffers: tuple[TensorProto, ...]) -> Parts:
-    """The extras that a deferred dw reads: buffers for dy, and a copy of a plain x, since the caller may write to x."""
-    buffers = unfilled_dy_buffers(dy_buffers)
-    return (*buffers, x.clone(memory_format=torch.contiguous_format)) if config.kept_x == "plain" else buffers
-
-
-def abstract_deferred_auxiliary(
-    config: LinearSettings, x: TensorProto, dy_buffers: tuple[TensorProto, ...]
-) -> tuple[TensorProto, ...]:
-    copy = (TensorProto(tuple(x.shape), x.dtype, x.device),) if config.kept_x == "plain" else ()
-    return (*dy_buffers, *copy)
-
-
-def saved_operands(config: LinearSettings, inputs: Any, intermediates: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """The six fields of x and w that backward needs, from the inputs or from what forward made."""
-    x = Kept(intermediates.x_codes, intermediates.x_scale, intermediates.x_global_scale)
-    w = Kept(intermediates.w_codes, intermediates.w_scale, intermediates.w_global_scale)
+def forward_from(
+    config: Any, inputs: Any, x: Pair, rows: Dense, amaxes: RunningAmaxes, lead: tuple[int, ...] | None = None,
+    x_amax: Tensor | None = None,
+) -> ForwardResult:  # fmt: skip
+    """Run the rest of forward after x's cast. A fused producer, which casts x itself, passes x's leading dims, and if
+    `config.keeps_x_amax` the amax that it measured; `inputs` then have no x."""
+    weight, w_amax, w = inputs.weight, None, NO_CODES
+    if config.weight != "plain":
+        spec = config.quant.fprop.right
+        shape = tuple(weight.shape)
+        w = None if spec is None else rows.assemble(spec, inputs.w_row, "row", shape, weight.dtype), None
+    elif config.casts_w:
+        matrix, own = rows.of_weight(weight) if rows.lead else (weight, rows)
+        w_amax = own_amax(matrix, config.quant.fprop.right) if config.keeps_w_amax else None
+        w = quantized(config, inputs, config.w_cast, matrix, own, amaxes.w, amax=w_amax)
+    y = rows.output(config, inputs, x[0], w[0], lead)
+    auxiliary: Parts = ()
+    if config.output_parts:  # y's codes, by its own scale; y is an anchor that carries their gradient
+        auxiliary, y = tuple(config.quant.fprop.left.quantize(y).tensors()), y.new_zeros(1).expand(y.shape)
     if config.dy_buffers:
-        x = NOT_KEPT  # the deferred dw has it
-    elif config.kept_x == "plain":
-        x = Kept(inputs.x)
-    elif config.kept_x and not config.made_x:
-        x = Kept(*inputs.x_codes)
-    if config.kept_w in ("plain", "again"):
-        w = Kept(inputs.weight)
-    elif config.kept_w and not config.made_w:
-        w = Kept(*(inputs.w_column if config.kept_w == "column" else inputs.w_row))
-    return *x, *w
+        protos = abstract_buffers_for_dy(config, rows, TensorProto(tuple(y.shape), y.dtype, y.device))
+        # the caller may write to x before a deferred dw reads it
+        copy = (inputs.x.clone(memory_format=torch.contiguous_format),) if config.kept_x == "plain" else ()
+        auxiliary = (*auxiliary, *unfilled_dy_buffers(protos), *copy)
+    made_x = x[config.made_x == "column"] if config.made_x else None
+    made_w = w[config.made_w == "column"] if config.made_w else None
+    return ForwardResult((y,), auxiliary, Intermediates._make((
+        *(NO_PARTS if made_x is None else (made_x.codes, made_x.scale, made_x.global_scale)),
+        *rows.places,
+        *(NO_PARTS if made_w is None else (made_w.codes, made_w.scale, made_w.global_scale)),
+        torch.empty(0, weight.shape[-1], dtype=config.y_dtype, device=y.device) if config.keeps_width else None,
+        x_amax, w_amax,
+    )))  # fmt: skip
 
 
-def saved_scaling(config: LinearSettings, scaling: Parts, all_reduced: Parts) -> tuple[Any, Any, Any, Any, Any]:
-    """Five fields: dy's part of `scaling`, and if backward makes x's and w's columns, their inverse scales, and w's
-    amax if ranks have agreed on it."""
-    inverse_scale, count = (*scaling[config.dy_scaling], None, None)[:2]
-    makes_x = scaling and config.x_columns == "backward" and "w" in config.grads
-    makes_w = scaling and config.kept_w == "again"
-    amaxes = all_reduced_amaxes("w", config.all_reduced, all_reduced) if config.kept_w == "again" else ()
-    return (
-        inverse_scale, count, scaling[X] if makes_x else None, scaling[W] if makes_w else None,
-        amaxes[1] if amaxes else None,
-    )  # fmt: skip
+def own_amax(x: Tensor, spec: Quantizer) -> Tensor:
+    """Measure x as a cast by this quantizer would."""
+    matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
+    amax = spec._measured(matrix, spec, None, None, None, None)[0]
+    assert amax is not None
+    return amax
 
 
-def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:
-    """The arguments of a cast of a weight into cached codes. The weight's amaxes follow x's in one tensor, in equal
-    number."""
-    running_amax = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
-    return cast_args(config.recipe, pair, cast.scaling, measure, running_amax)._replace(skip=cast.skip)
+def abstract_buffers_for_dy(config: Any, rows: Dense, y: TensorProto) -> tuple[TensorProto, ...]:
+    """Describe the buffers for dy of a dw that a graph leaves to `backward_dw()` (octavo.runtime.deferred_wgrad)."""
+    spec = config.dy_pair[1]
+    if spec is None:
+        return (y,)
+    return abstract_dy_buffers(rows.proto(spec, "column", y), math.prod(y.shape[:-1]), y)
+
+
+def dy_columns(config: Any, rows: Dense, buffers: Sequence[Tensor], n: int) -> QTensor:
+    """Return dy's column codes [N, M], in the buffers."""
+    return rows.assemble(config.dy_pair[1], buffers[:-1], "column", (n, buffers[-1].shape[0]), config.y_dtype)
+
+
+# -- backward --------------------------------------------------------------------------------------------------------
+
+
+def dy_buffers(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
+    """Return output buffers and cast arguments for a fused producer that writes dy as codes."""
+    config, kept, buffers, _, rows = call
+    seed = call.seed() if config.is_stochastic else None
+    arguments = CastArgs(inverse_scale=kept.dy_inverse_scale, seed=seed, running_amax=buffers.amax, groups=rows.groups)
+    return rows.empty_pair(like, config.dy_pair), arguments
+
+
+def x_column_buffer(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
+    """Return the output buffer and cast arguments for a fused backward that makes x's column codes again."""
+    if not call.config.wants_dw:
+        return NO_CODES, CastArgs()
+    kept, groups = call.kept, call.rows.groups
+    arguments = CastArgs(amax=(None, kept.x_amax), inverse_scale=kept.x_inverse_scale, groups=groups)
+    return call.rows.empty_pair(like, (None, call.config.quant.wgrad.right)), arguments
+
+
+def x_columns_again(call: Backward, x: Tensor, source: Tensor) -> QTensor:
+    """Make the column codes of the rows of x that `source` names, as forward would have made them."""
+    arguments = CastArgs(inverse_scale=call.kept.x_inverse_scale, source=source)
+    column = call.rows.quantize(x, None, call.config.quant.wgrad.right, arguments)[1]
+    assert column is not None
+    return column
+
+
+def quantized_dy(call: Backward, dy: Tensor, source: Tensor | None = None) -> Pair:
+    """Quantize dy, or the rows of dy that `source` names, by row and by column: the latter into the buffers of a
+    deferred dw if there are any."""
+    config, kept, buffers, _, rows = call
+    pair = row, column = config.dy_pair
+    if row is None and column is None:
+        return NO_CODES
+    part, running_amax = ((), None) if config.scales_dy_alone else (kept.dy_scaling, buffers.amax)
+    seed = call.seed() if config.is_stochastic else None
+    arguments = cast_args(config.recipe, pair, part, partial(rows.amax, dy, source), running_amax, seed)
+    if config.dy_buffers < 2:
+        return rows.quantize(dy, row, column, arguments if source is None else arguments._replace(source=source))
+    tensors = [t for t in kept[DY_BUFFERS] if t is not None]
+    codes = rows.empty_pair(dy, (row, None))[0], dy_columns(config, rows, tensors, dy.shape[-1])
+    rows.fill(dy, codes, arguments)
+    return codes
+
+
+def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
+    """Compute dx. If row codes are given, only dy's shape is used."""
+    config, kept, _, _, rows = call
+    form, n, weight = config.kept_w, dy.shape[-1], kept.w_codes
+    assert weight is not None
+    right: Operand
+    if form == "column":
+        right = rows.restored(config.quant.dgrad.right, kept[W_PARTS], form, (weight.shape[0], n), dy.dtype)
+    elif form == "again":
+        right = _columns_again(call, weight)
+    else:
+        k = weight.shape[-1] if kept.width is None else kept.width.shape[1]
+        shape = (*rows.lead, n, k)
+        if form == "transposed":
+            right = rows.transposed(rows.weight_codes(config.quant.fprop.right, kept[W_PARTS], shape, dy.dtype))
+        else:
+            plain = form == "plain"
+            right = weight.to(dy.dtype) if plain else weight_values(config, rows, kept[W_PARTS], shape, dy.dtype)
+            right = right.transpose(-1, -2)
+    return rows.input_product(call, dy, row, right)
+
+
+def _columns_again(call: Backward, weight: Tensor) -> QTensor:
+    """Make the weight's column codes that forward would have made."""
+    kept, spec, rows = call.kept, call.config.quant.dgrad.right, call.rows
+    matrix, rows = rows.of_weight(weight) if rows.lead else (weight, rows)
+    amax = None if kept.w_amax is None else kept_amax(kept.w_amax, spec, rows.groups is not None)
+    column = rows.quantize(matrix, None, spec, CastArgs(amax=(None, amax), inverse_scale=kept.w_inverse_scale))[1]
+    assert column is not None
+    return column
+
+
+def weight_values(
+    config: Any, kind: Dense | type[Dense], row: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return the values of a weight of this shape that row codes stand for."""
+    values: Tensor = kind.weight_codes(config.quant.fprop.right, row, shape, dtype).dequantize(dtype)
+    return values if values.shape == shape else values.view(*shape[:-1], -1)[..., : shape[-1]]
+
+
+def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | None = None) -> Tensor | None:
+    """Compute dw, or if it is deferred leave its operands in the queue or in the buffers and return None; then advance
+    the random counter. If column codes are given, only dy's shape is used."""
+    config, kept, buffers, writes, rows = call
+    dw: Tensor | None = None
+    if config.wants_dw and config.dy_buffers:
+        if column is None and kept.dy_buffer is not None:  # codes are in their place already
+            kept.dy_buffer.copy_(dy.view(kept.dy_buffer.shape))
+    elif config.wants_dw:
+        left, right, k = column, x_column, None if kept.width is None else kept.width.shape[1]
+        if left is None:
+            left = rows.wgrad_operand(dy)
+        if right is None:
+            right = x_operand(config, rows, kept[X_PARTS], k, math.prod(dy.shape[:-1]), dy.dtype)
+        operands = Operands(left, right, rows, (*rows.lead, dy.shape[-1], right.shape[0] if k is None else k))
+        if config.deferred_wgrad:
+            call.write(buffers.mail.put, config, *operands)
+        else:
+            dw = weight_gradient(config, operands, buffers.main_grad, writes)
+    if config.is_stochastic and buffers.seed is not None:
+        # after all else: a backward that fails before draws the same numbers when it is repeated. (The cast of dy
+        # raised its amax; a second cast raises it no further.)
+        call.write(advance, buffers.seed)
+    return dw
+
+
+def x_operand(
+    config: Any, rows: Dense, parts: Sequence[Any], k: int | None, tokens: int, dtype: torch.dtype
+) -> Operand:
+    """Return x, contracted over the tokens, as dw's second operand."""
+    codes = parts[0]
+    if config.kept_x == "plain":
+        return rows.wgrad_operand(codes.to(dtype))
+    if config.kept_x == "column":
+        return rows.restored(config.quant.wgrad.right, parts, "column", (codes.shape[0], tokens), dtype)
+    return rows.x_of_rows(config, parts, codes.shape[1] if k is None else k, dtype)
+
+
+def weight_gradient(
+    config: Any, operands: Operands, target: WeightTarget, writes: Writes | None = None
+) -> Tensor | None:
+    """Compute dw. Both operands are contracted over the tokens. With a target, write dw there, and return None or zeros
+    in its place."""
+    rows, shape = operands.rows, operands.shape
+    if target is None:
+        return rows.weight_product(config, operands, DTYPES[config.weight_dtype])
+    out = target.open(math.prod(shape[:-1]), shape[-1]).view(shape)
+    prepared = rows.prepared(config, operands, out.dtype)
+    if writes is None:
+        _store(config, target, rows, out, prepared)
+    else:
+        writes.put_off(_store, config, target, rows, out, prepared)
+    return torch.zeros(shape, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
+
+
+def _store(config: Any, target: Target | LazyTarget, rows: Dense, out: Tensor, prepared: Any) -> None:
+    """Add or copy dw to the memory that a target opened."""
+    with preserve_version_counter(out):  # a graph in flight may have saved it
+        rows.store(config, out, prepared)
+    target.close()

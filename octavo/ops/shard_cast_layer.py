@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.communication.all_reduced_amaxes import all_reduced_cast, number_of
-from octavo.quant.casts import as_matrix, quantize_pair
+from octavo.ops.operands import DENSE
+from octavo.quant.casts import quantize_pair
 from octavo.quant.orientation import column_axis
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.recipes import BF16, Recipe
-from octavo.runtime.contract import ForwardResult, Layer, Tensors
-from octavo.scaling import cast_arguments
+from octavo.runtime.contract import ForwardResult, Layer
+from octavo.scaling.cast_arguments import RunningAmaxes, X, cast_args, part_of
 from octavo.values import Value, register
 
 
@@ -64,17 +65,17 @@ class ShardCastLayer(Layer):
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
-        amaxes = cast_arguments.RunningAmaxes(*inputs.running_amaxes)
+        amaxes = RunningAmaxes(*inputs.running_amaxes)
         row, column = config.pair
         if inputs.columns:  # a scale of a row is the rank's own, and one of a column is all ranks'
             first, _ = quantize_pair(x, row, None, CastArgs())
             _, second = quantize_pair(x, None, column, CastArgs(amax=(None, number_of(inputs.columns[0]))))
         else:
-            part = inputs.scaling[cast_arguments.part_of(cast_arguments.X, config.measured)]
+            part = inputs.scaling[part_of(X, config.measured)]
             if inputs.all_reduced:
                 arguments = all_reduced_cast(config.recipe, config.pair, part, inputs.all_reduced, amaxes.x)
             else:
-                arguments = cast_arguments.cast_args(config.recipe, config.pair, part, partial(_amax, x), amaxes.x)
+                arguments = cast_args(config.recipe, config.pair, part, partial(DENSE.amax, x, None), amaxes.x)
             first, second = quantize_pair(x, row, column, arguments)
         parts = [t for q in (first, second) if q is not None for t in q.tensors()]
         return ForwardResult((x.new_empty(0),), tuple(parts), ())
@@ -87,22 +88,8 @@ class ShardCastLayer(Layer):
             parts += [p for p in (q.codes, q.scale, q.global_scale) if p is not None]
         return ForwardResult((TensorProto((0,), x.dtype, x.device),), tuple(parts), ())
 
-    def wants(self, config: Config) -> tuple[bool, ...]:
-        return (False,) * len(Inputs._fields)
-
     def keeps_state(self, config: Config) -> bool:
         return config.observe
 
-    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        return (None,) * len(Inputs._fields)
-
-    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
-        return (None,) * len(Inputs._fields)
-
 
 layer = ShardCastLayer(Config, Inputs)
-
-
-def _amax(x: Tensor, spec: Any, skip: Tensor) -> Tensor:
-    found: Tensor = spec.amax(as_matrix(x), skip=skip).view(1)
-    return found

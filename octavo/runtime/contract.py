@@ -82,18 +82,18 @@ class Layer:
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
         """Return one gradient for each input, None where there is none. `grads` has one entry for each output. `writes`
         collects the writes to `buffers` until the backward of a whole chain is done; if it is None, backward writes at
-        once."""
-        raise NotImplementedError
+        once. A layer without gradients leaves this and the next two as they are."""
+        return (None,) * len(self.Inputs._fields)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def wants(self, config: Any) -> tuple[bool, ...]:
         """Return, for each input, whether backward returns its gradient."""
-        raise NotImplementedError
+        return (False,) * len(self.Inputs._fields)
 
     def abstract_gradients(self, config: Any, saved: Any, *grads: Any) -> tuple[Any, ...]:
         """Return the shapes and dtypes of backward's results, from saved tensors and gradients without data."""
-        raise NotImplementedError
+        return (None,) * len(self.Inputs._fields)
 
     def gradient_aliases(self, config: Any) -> dict[int, int]:
         """Map each input whose gradient is another's to that one: the gradient of the output at -1 - value, or of the

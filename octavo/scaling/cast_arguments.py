@@ -30,12 +30,6 @@ def part_of(place: int, measured: str) -> slice:
     return slice(place, None, 3) if LETTERS[place] in measured else slice(place, place + 1)
 
 
-def known_scale(part: Sequence[Tensor], running_amax: Tensor | None) -> CastArgs:
-    """The arguments of a cast by the current inverse scale, whether or not an amax was seen. Empty if scaling is not
-    delayed."""
-    return CastArgs(inverse_scale=part[0], running_amax=running_amax) if part else CastArgs()
-
-
 def cast_args(
     recipe: Recipe,
     pair: QuantizerPair,

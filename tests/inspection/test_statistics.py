@@ -11,7 +11,7 @@ import octavo
 from octavo.inspection import measure, statistics
 from octavo.inspection.measure import read
 from octavo.inspection.statistics import BINS, LARGEST, LOWEST, ROWS, SCALES, SHAPE, SUMS, TENSORS, Cast
-from octavo.ops import linear_layer
+from octavo.ops import operands
 from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.recipes import SHIPPED
 
@@ -225,7 +225,7 @@ def test_tensors_without_elements():
 
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_the_shadow_multiplies_once_for_each_result(recipe, monkeypatch):
-    made, real = Counter(), linear_layer.product
+    made, real = Counter(), operands.product
 
     def noted(a, b, *rest):
         made[a.dtype if isinstance(a, torch.Tensor) else "codes"] += 1
@@ -233,7 +233,7 @@ def test_the_shadow_multiplies_once_for_each_result(recipe, monkeypatch):
 
     layer = octavo.Linear(64, 32, recipe=recipe, dtype=torch.bfloat16)
     x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    monkeypatch.setattr(linear_layer, "product", noted)
+    monkeypatch.setattr(operands, "product", noted)
     with octavo.inspect(layer):
         layer(x).square().mean().backward()
     assert made[torch.float32] == 3

@@ -461,14 +461,14 @@ def test_a_forward_that_fails_halfway_leaves_the_next_one_alone(monkeypatch):
         for each in (model, twin):
             step(each, *batch(seed))
             octavo.step(each)
-    from octavo.fusion.rules import grouped_mlp
+    from octavo.fusion.rules import activation_linear
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
     data = batch(2)
     with monkeypatch.context() as patch:
-        patch.setattr(grouped_mlp.activation_cast, "forward", fail)
+        patch.setattr(activation_linear.cast, "forward", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             step(model, *data)
     assert_equal(step(model, *data), step(twin, *data))

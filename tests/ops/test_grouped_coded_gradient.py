@@ -5,7 +5,7 @@ import torch
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
-from octavo.ops import grouped_linear_layer
+from octavo.ops import linear_layer
 from octavo.quant import GradientCodes, Tensorwise
 from tests.support.coded_gradients import Combine
 from tests.support.experts import (
@@ -163,7 +163,7 @@ def test_a_graph_refuses_codes_of_dy_or_runs_the_layer_outside(fresh_compiler):
 
 def test_the_layer_makes_no_other_cast_of_dy(monkeypatch):
     layer, (x, dy) = experts("fp8-current"), batch()
-    monkeypatch.setattr(grouped_linear_layer, "quantized_dy", None)
+    monkeypatch.setattr(linear_layer, "quantized_dy", None)
     found = coded_step(layer, x, sent("fp8-current", dy, columns=False))
     assert found["dw"].shape[0] == G and found["dx"][:30].any()
 

@@ -1,6 +1,6 @@
-"""dActivation -> quantize -> the backward of the Linear before it: the kernel writes the gradient between them as codes
-only, with the sums for the bias gradient (`octavo.kernels.activation.cast`). ConstantScale is an activation
-here."""
+"""dActivation -> quantize -> the backward of the Linear or GroupedLinear before it: the kernel writes the gradient
+between them as codes only, with the sums for the bias gradient (`octavo.kernels.activation.cast`). ConstantScale is an
+activation here."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,44 +10,44 @@ from torch import Tensor
 
 from octavo.fusion.rule import Backward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
-from octavo.kernels.activation import Inputs as ActInputs
-from octavo.kernels.activation import cast as activation_cast
+from octavo.fusion.rules.activation_linear import kernel_inputs
+from octavo.kernels.activation import cast
 from octavo.kernels.tile_cast import NOTHING, Target
-from octavo.ops import activation_layer, linear_layer, matmul
+from octavo.ops import activation_layer, matmul, operands
 from octavo.ops.activation import Activation, Bias, ConstantScale
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import DTYPES
+from octavo.quant.qtensor import QTensor
+from octavo.runtime.contract import DTYPES, LAYERS
 
 Grads = tuple[Tensor | None, ...]
 
 
-class Cast:
-    """The gradient between an activation and the Linear before it, as codes for that Linear's backward."""
+class ActivationGradient:
+    """The gradient between an activation and the layer before it, as codes for that layer's backward."""
 
     def __init__(
-        self, call: matmul.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
+        self, call: operands.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
         again: Target = NOTHING,
     ) -> None:  # fmt: skip
-        """Compute the codes. `call` is the Linear's backward; `saved` and dy belong to the activation."""
-        x, scales, bias, seed = activation_layer.Saved._make(saved)
+        """Compute the codes. `call` is the layer's backward; `saved` and dy belong to the activation."""
         self.call = call
-        shape = activation_layer.shape_of_dx(act, tuple(dy.shape))
-        self.like = TensorProto(shape, dy.dtype, dy.device)
-        self.pair, given = linear_layer.dy_buffers(call, self.like)
-        vectors = activation_layer.vector(scales), activation_layer.vector(bias), activation_layer.vector(seed)
-        values = None if x is None else activation_layer.matrix(x)
-        self.bias: Tensor | None = activation_cast.backward(
-            act.function, activation_layer.matrix(dy), ActInputs(values, *vectors), Target(self.pair, given), again,
-            bias_grad,
-        ).bias  # fmt: skip
+        self.like = TensorProto(activation_layer.shape_of_dx(act, tuple(dy.shape)), dy.dtype, dy.device)
+        self.pair, given = matmul.dy_buffers(call, self.like)
+        scales_grad = DTYPES[act.scales_dtype] if "s" in act.grads else None
+        self.sums = cast.backward(
+            act.function, activation_layer.matrix(dy), kernel_inputs(saved), Target(self.pair, given), again,
+            bias_grad, scales_grad,
+        )  # fmt: skip
+        self.of_activation: Grads = (None, self.sums.scales, None, None)  # gradients of its inputs, but for x
 
-    def gradients(self, db: Tensor | None) -> Grads:
-        """Return the gradients of the Linear's inputs."""
-        call = self.call
-        dx = linear_layer.input_gradient(call, self.like, self.pair[0]) if "x" in call.config.grads else None
-        dw = linear_layer.finish(call, self.like, self.pair[1])
-        return linear_layer.gradients(dx, dw, db)
+    def gradients(self, db: Tensor | None, x_column: QTensor | None = None) -> Grads:
+        """Return the gradients of the layer's inputs. `x_column` has x's column codes if forward kept none."""
+        config = self.call.config
+        dx = matmul.input_gradient(self.call, self.like, self.pair[0]) if config.wants_dx else None
+        dw = matmul.finish(self.call, self.like, self.pair[1], x_column)
+        found: Grads = LAYERS[config.registered_name].gradients(dx, dw, db)
+        return found
 
 
 def own_bias(config: Any) -> torch.dtype | None:
@@ -61,29 +61,24 @@ class ActivationBias(FusedOperation):
     def step_backward(
         configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
-        """Return the gradients of (Linear, activation) or (Linear, Bias, activation)."""
+        """Return the gradients of (Linear, activation) or (Linear, Bias, activation), or of a GroupedLinear so."""
         dy = grads[-1][0]
         assert dy is not None
-        first, act = configs[0], configs[-1]
-        between = configs[1] if len(configs) == 3 else None
-        wanted = own_bias(first) if between is None else own_bias(between)
-        call = matmul.Backward(first, linear_layer.Saved._make(saved[0]), buffers[0], writes)
-        cast = Cast(call, act, saved[-1], dy, wanted)
-        empty = (None,) * len(activation_layer.Inputs._fields)
-        if between is None:
-            return [cast.gradients(cast.bias), empty]
-        return [cast.gradients(None), (None, None, cast.bias, None), empty]
+        first, *between, act = configs
+        call = LAYERS[first.registered_name].backward_call(first, saved[0], buffers[0], writes, dy.shape[0])
+        wanted = own_bias(between[0] if between else first)
+        cast = ActivationGradient(call, act, saved[-1], call.rows.readable(dy), wanted)
+        if not between:
+            return [cast.gradients(cast.sums.bias), cast.of_activation]
+        return [cast.gradients(None), (None, None, cast.sums.bias, None), cast.of_activation]
 
 
 def _conditions(last: int) -> tuple[Any, ...]:
-    return (
-        conditions.wants_gradients(0), conditions.quantizes_dy(0), conditions.knows_scale_of_dy(0),
-        conditions.runs_now(0), conditions.no_scale_gradient(last),
-    )  # fmt: skip
+    return *conditions.dy_as_codes(0), conditions.no_scale_gradient(last)
 
 
 def _no_own_bias() -> Any:
-    return conditions.of(0, "one bias", lambda c: "b" not in c.grads, "the Linear has a bias of its own besides")
+    return conditions.of(0, "one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides")
 
 
 RULES = (

@@ -1,19 +1,19 @@
-"""activation -> quantize -> Linear: the kernel writes the activated values as codes only
+"""activation -> quantize -> Linear or GroupedLinear: the kernel writes the activated values as codes only
 (`octavo.kernels.activation.cast`)."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.fusion.rule import Condition, Forward, FusedOperation, Rule
+from octavo.fusion.rule import Forward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.kernels.activation import Inputs as ActInputs
 from octavo.kernels.activation import cast
 from octavo.kernels.tile_cast import Target
-from octavo.ops import activation_layer, linear_layer
+from octavo.ops import activation_layer, matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import ForwardResult
+from octavo.runtime.contract import LAYERS, ForwardResult
 from octavo.scaling.cast_arguments import RunningAmaxes
 
 
@@ -22,26 +22,22 @@ class ActivationLinear(FusedOperation):
 
     @staticmethod
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        first, second = configs
-        own, x = inputs[0], inputs[0].x
-        amaxes = RunningAmaxes(*inputs[1].running_amaxes)
+        (first, second), (own, after), x = configs, inputs, inputs[0].x
+        rows = LAYERS[second.registered_name].rows_of(after, x.shape[0])
+        amaxes = RunningAmaxes(*after.running_amaxes)
         like = TensorProto(activation_layer.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
-        pair, given = linear_layer.x_buffers(second, inputs[1].scaling, like, amaxes.x)
-        vectors = (
-            activation_layer.vector(own.scales),
-            activation_layer.vector(own.bias),
-            activation_layer.vector(own.seed),
-        )
-        operands = ActInputs(activation_layer.matrix(x), *vectors)
-        found = cast.forward(first.function, operands, Target(pair, given))
+        pair, given = matmul.x_buffers(second, after.scaling, like, rows, amaxes.x)
+        found = cast.forward(first.function, kernel_inputs(own), Target(pair, given))
         x_amax = found if second.keeps_x_amax else None
-        made = linear_layer.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]), x_amax)
+        made = matmul.forward_from(second, after, pair, rows, amaxes, tuple(x.shape[:-1]), x_amax)
         return [ForwardResult((None,), (), ()), made]
 
 
-def conditions_at(place: int) -> tuple[Condition, ...]:
-    """Return the conditions on a Linear at that place of a pattern."""
-    return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_scale_of_x(place)
+def kernel_inputs(tensors: Any) -> ActInputs:
+    """Return an activation's inputs, or its saved tensors, as a kernel takes them: matrices and vectors."""
+    x, *vectors = tensors
+    vectors = [None if t is None else activation_layer.vector(t) for t in vectors]
+    return ActInputs(None if x is None else activation_layer.matrix(x), *vectors)
 
 
-RULES = (Forward(Rule("activation-linear", (Activation, Linear), ActivationLinear, conditions_at(1))),)
+RULES = (Forward(Rule("activation-linear", (Activation, Linear), ActivationLinear, conditions.x_as_codes(1))),)

@@ -32,11 +32,11 @@ def keeps_codes_of_x(place: int) -> Condition:
 
 
 def knows_scale_of_x(place: int) -> Condition:
-    return of(place, KNOWN_SCALE, lambda c: "x" not in c.measured, _first_step("x"))
+    return of(place, KNOWN_SCALE, lambda c: c.is_x_calibrated, _first_step("x"))
 
 
 def knows_scale_of_dy(place: int) -> Condition:
-    return of(place, KNOWN_SCALE, lambda c: "d" not in c.measured, _first_step("dy"))
+    return of(place, KNOWN_SCALE, lambda c: c.is_dy_calibrated, _first_step("dy"))
 
 
 def _first_step(name: str) -> str:
@@ -46,9 +46,34 @@ def _first_step(name: str) -> str:
     )
 
 
+def x_as_codes(place: int) -> tuple[Condition, ...]:
+    """Return the conditions on a layer whose x a kernel writes as codes."""
+    return quantizes_x(place), keeps_codes_of_x(place), knows_scale_of_x(place)
+
+
+def dy_as_codes(place: int) -> tuple[Condition, ...]:
+    """Return the conditions on a layer whose dy a kernel writes as codes."""
+    return wants_gradients(place), quantizes_dy(place), knows_scale_of_dy(place), runs_now(place)
+
+
+def wants_dx(place: int, layer: str) -> Condition:
+    return of(place, "dx is wanted", lambda c: c.wants_dx, f"nothing before the second {layer} wants a gradient")
+
+
+def quantizes_wgrad(place: int, layer: str) -> Condition:
+    return of(
+        place, "wgrad is quantized", lambda c: not c.wants_dw or c.kept_x == "column",
+        f"{layer} keeps x otherwise than as column codes",
+    )  # fmt: skip
+
+
+def keeps_h(place: int) -> Condition:
+    return of(place, "h is kept", lambda c: c.keeps_x, "the activation keeps nothing that its value could be made of")
+
+
 def wants_gradients(place: int) -> Condition:
     return of(
-        place, "gradients are wanted", lambda c: "x" in c.grads or "w" in c.grads,
+        place, "gradients are wanted", lambda c: c.wants_dx or c.wants_dw,
         "neither x nor the weight wants a gradient here",
     )  # fmt: skip
 
@@ -62,9 +87,9 @@ def quantizes_dy(place: int) -> Condition:
 
 def _takes_codes(config: Any) -> bool:
     row, column = config.dy_pair
-    if "w" in config.grads and column is None:
+    if config.wants_dw and column is None:
         return False
-    return "x" not in config.grads or row is not None
+    return not config.wants_dx or row is not None
 
 
 def runs_now(place: int) -> Condition:

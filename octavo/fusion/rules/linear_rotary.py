@@ -27,28 +27,22 @@ class LinearRotary(FusedOperation):
     ) -> list[Grads]:
         parts = rotary_layer.complete(configs[1], grads[1])
         assert parts is not None
-        call = matmul.Backward(configs[0], linear_layer.Saved._make(saved[0]), buffers[0], writes)
-        dq = parts[0]
+        dq, layer = parts[0], linear_layer.layer
+        call = layer.backward_call(configs[0], saved[0], buffers[0], writes, dq.shape[0])
         like = TensorProto(rotary_layer.shape_of_dx(configs[1], dq), dq.dtype, dq.device)
-        pair, given = linear_layer.dy_buffers(call, like)
+        pair, given = matmul.dy_buffers(call, like)
         own, other = saved[1]
         assert own is not None and other is not None
         cast.backward(*parts, own, other, Target(pair, given))
-        dx = linear_layer.input_gradient(call, like, pair[0]) if "x" in call.config.grads else None
-        dw = linear_layer.finish(call, like, pair[1])
-        return [linear_layer.gradients(dx, dw, None), (None, None, None)]
+        dx = matmul.input_gradient(call, like, pair[0]) if call.config.wants_dx else None
+        dw = matmul.finish(call, like, pair[1])
+        return [layer.gradients(dx, dw, None), (None, None, None)]
 
 
 _NO_BIAS = conditions.of(
-    0, "no bias", lambda c: "b" not in c.grads, "the gradient of the bias is a sum over rows, which must be written"
+    0, "no bias", lambda c: not c.wants_db, "the gradient of the bias is a sum over rows, which must be written"
 )
 
 RULES = (
-    Backward(
-        Rule(
-            "linear-rotary", (Linear, RotaryAttention), LinearRotary,
-            (_NO_BIAS, conditions.wants_gradients(0), conditions.quantizes_dy(0), conditions.knows_scale_of_dy(0),
-             conditions.runs_now(0)),
-        )
-    ),
-)  # fmt: skip
+    Backward(Rule("linear-rotary", (Linear, RotaryAttention), LinearRotary, (_NO_BIAS, *conditions.dy_as_codes(0)))),
+)

@@ -1,6 +1,6 @@
-"""Linear, activation, Linear: forward runs as in `octavo.fusion.rules.activation_linear`, but without the column codes
-of the activated values. Backward computes those, in the pass that reads the activation's x anyway, so that none are
-saved.
+"""Linear, activation, Linear, or the same of GroupedLinear: forward runs as in
+`octavo.fusion.rules.activation_linear`, but without the column codes of the activated values. Backward computes those,
+in the pass that reads the activation's x anyway, so that none are saved.
 
     dy -> codes                 da = dy · w2
     da, h -> dh codes, sums of dh for the bias, column codes of a = act(h)
@@ -13,14 +13,14 @@ from typing import Any
 
 from octavo.fusion.rule import Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import Cast, Grads, own_bias
-from octavo.fusion.rules.activation_linear import ActivationLinear, conditions_at
-from octavo.kernels.column_sums import column_sums
+from octavo.fusion.rules.activation_bias import ActivationGradient, Grads, own_bias
+from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.kernels.tile_cast import Target
-from octavo.ops import activation_layer, linear_layer, matmul
+from octavo.ops import matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
+from octavo.runtime.contract import LAYERS
 
 
 class MLP(ActivationLinear):
@@ -35,36 +35,34 @@ class MLP(ActivationLinear):
         first, act, second = configs
         dy = grads[-1][0]
         assert dy is not None
-        last = matmul.Backward(second, linear_layer.Saved._make(saved[2]), buffers[2], writes)
-        row, column = linear_layer.quantized_dy(last, dy)
-        da = linear_layer.input_gradient(last, dy, row)
-        again, given = linear_layer.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
-        call = matmul.Backward(first, linear_layer.Saved._make(saved[0]), buffers[0], writes)
-        cast = Cast(call, act, saved[1], da, own_bias(first), Target((None, again), given))
-        db = None if (dtype := own_bias(second)) is None else column_sums(linear_layer.flat(dy), dtype)
-        dw = linear_layer.finish(last, dy, column, again)
-        empty = (None,) * len(activation_layer.Inputs._fields)
-        return [cast.gradients(cast.bias), empty, linear_layer.gradients(None, dw, db)]
+        layer = LAYERS[second.registered_name]
+        last = layer.backward_call(second, saved[2], buffers[2], writes, dy.shape[0])
+        dy = last.rows.readable(dy)
+        row, column = matmul.quantized_dy(last, dy)
+        da = matmul.input_gradient(last, dy, row)
+        again, given = matmul.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
+        call = layer.backward_call(first, saved[0], buffers[0], writes, dy.shape[0])._replace(rows=last.rows)
+        cast = ActivationGradient(call, act, saved[1], da, own_bias(first), Target(again, given))
+        db, ds = last.rows.bias_gradients(last, dy)
+        dw = matmul.finish(last, dy, column, again[1])
+        return [cast.gradients(cast.sums.bias), cast.of_activation, layer.gradients(None, dw, db, ds)]
 
 
-def changed(configs: Sequence[Any]) -> list[Any]:
+def columns_in_backward(configs: Sequence[Any]) -> list[Any]:
+    """Leave the column codes of the activated values to backward."""
     first, act, second = configs
     return [first, act, replace(second, x_columns="backward")]
 
 
 CONDITIONS = (
-    *conditions_at(2),
-    conditions.wants_gradients(0),
-    conditions.quantizes_dy(0),
-    conditions.knows_scale_of_dy(0),
-    conditions.runs_now(0),
+    *conditions.x_as_codes(2),
+    *conditions.dy_as_codes(0),
     conditions.runs_now(2),
-    conditions.of(2, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second Linear wants a gradient"),
-    conditions.of(
-        2, "wgrad is quantized", lambda c: "w" not in c.grads or c.kept_x == "column",
-        "the second Linear keeps x otherwise than as column codes",
-    ),
-    conditions.of(1, "h is kept", lambda c: c.keeps_x, "the activation keeps nothing that its value could be made of"),
+    conditions.wants_dx(2, "Linear"),
+    conditions.quantizes_wgrad(2, "the second Linear"),
+    conditions.keeps_h(1),
     conditions.no_scale_gradient(1),
-)  # fmt: skip
-RULES = (Joint(Rule("mlp", (Linear, Activation, Linear), MLP, CONDITIONS, forward_from=1, changes=changed)),)
+)
+RULES = (
+    Joint(Rule("mlp", (Linear, Activation, Linear), MLP, CONDITIONS, forward_from=1, changes=columns_in_backward)),
+)

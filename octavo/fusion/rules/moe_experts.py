@@ -26,17 +26,15 @@ from torch import Tensor
 from octavo._torch.operators import unsafe_view
 from octavo.fusion.rule import FusedOperation, Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_linear import conditions_at
+from octavo.fusion.rules.activation_bias import ActivationGradient, own_bias
 from octavo.fusion.rules.grouped_mlp import (
-    ActivationGradient,
     ActivationGroupedLinear,
     backward_conditions,
     one_recipe,
-    quantized_wgrad,
-    target,
 )
 from octavo.kernels import permute as moves
 from octavo.kernels.permute import Assignments
+from octavo.kernels.tile_cast import Target
 from octavo.ops import (
     activation_layer,
     coded_activation_layer,
@@ -48,7 +46,6 @@ from octavo.ops import (
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.permute import Permute, Unpermute
-from octavo.quant.groups import split
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult
 from octavo.scaling.cast_arguments import RunningAmaxes
@@ -63,11 +60,11 @@ class RoutedExperts(FusedOperation):
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         _, first, act, second, _ = configs
         moved, own, last = inputs[0], inputs[1], inputs[4]
-        groups = split(own.splits, moved.assignments.shape[0])
+        rows = grouped_linear_layer.layer.rows_of(own, moved.assignments.shape[0])
         amaxes = RunningAmaxes(*own.running_amaxes)
         x, source = activation_layer.matrix(moved.x), moves.tokens(moved.assignments, moved.positions)
-        codes = grouped_linear_layer.quantized_x(first, own, x, groups, amaxes.x, source)
-        up = grouped_linear_layer.forward_from(first, own, codes, groups, amaxes)
+        codes = matmul.quantized(first, own, first.x_cast, x, rows, amaxes.x, source)
+        up = matmul.forward_from(first, own, codes, rows, amaxes)
         h = up.outputs[0]
         activated, down = ActivationGroupedLinear.step_forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
         activated = activated._replace(intermediates=LAYERS[act.registered_name].intermediates(act, h))
@@ -86,24 +83,24 @@ class RoutedExperts(FusedOperation):
         assert dy is not None and assignments is not None and kept.positions is not None and kept.probs is not None
         dy, of_token = activation_layer.matrix(dy).contiguous(), unpermute_layer.assignments_of(kept)
         probs, source = activation_layer.matrix(kept.probs), moves.tokens(assignments, kept.positions)
-        last = matmul.Backward(second, grouped_linear_layer.Saved._make(saved[3]), buffers[3], writes)
-        call = matmul.Backward(first, grouped_linear_layer.Saved._make(saved[1]), buffers[1], writes)
-        groups = last.kept.groups(assignments.shape[0])
-        like = TensorProto((groups.rows, dy.shape[1]), dy.dtype, dy.device)
-        row, column = grouped_linear_layer.quantized_dy(last, dy, groups, source)
-        g = grouped_linear_layer.input_gradient(last, like, row, groups)
-        again, given = grouped_linear_layer.x_column_buffer(last, TensorProto.of(g), groups)
+        layer, count = grouped_linear_layer.layer, assignments.shape[0]
+        last = layer.backward_call(second, saved[3], buffers[3], writes, count)
+        call = layer.backward_call(first, saved[1], buffers[1], writes, count)._replace(rows=last.rows)
+        like = TensorProto((count, dy.shape[1]), dy.dtype, dy.device)
+        row, column = matmul.quantized_dy(last, dy, source)
+        g = matmul.input_gradient(last, like, row)
+        again, given = matmul.x_column_buffer(last, TensorProto.of(g))
         scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
         scaled = scaled._replace(scales=moves.take(probs, of_token, assignments))
         act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
-        cast = ActivationGradient(call, act, scaled, g, groups, target((None, again), given))
+        cast = ActivationGradient(call, act, scaled, g, own_bias(first), Target(again, given))
         del g, scaled, row  # before the last GEMMs
-        dw = grouped_linear_layer.finish(last, like, column, groups, again)
+        dw = matmul.finish(last, like, column, again[1])
         x_column = None
-        if "w" in first.grads:
+        if first.wants_dw:
             assert moved.x is not None
-            x_column = grouped_linear_layer.x_columns_again(call, activation_layer.matrix(moved.x), groups, source)
-        dx, *rest = cast.gradients(x_column)
+            x_column = matmul.x_columns_again(call, activation_layer.matrix(moved.x), source)
+        dx, *rest = cast.gradients(cast.sums.bias, x_column)
         if dx is not None:
             dx = moves.combine(dx, Assignments(of_token.positions), None)
             dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
@@ -114,7 +111,7 @@ class RoutedExperts(FusedOperation):
             )
         empty = (None,) * len(activation_layer.Inputs._fields)
         return [
-            (dx, None, None), (None, *rest), empty, grouped_linear_layer.gradients(None, dw, None, None),
+            (dx, None, None), (None, *rest), empty, layer.gradients(None, dw, None),
             (None, None, None, dprobs, None),
         ]  # fmt: skip
 
@@ -126,16 +123,16 @@ def _scaled(act: activation_layer.Config, dtype: str, wanted: bool) -> activatio
 
 
 CONDITIONS = (
-    *conditions_at(1),
-    *conditions_at(3),
+    *conditions.x_as_codes(1),
+    *conditions.x_as_codes(3),
     one_recipe(1, 3),
     *backward_conditions(1),
     conditions.wants_gradients(3),
     conditions.quantizes_dy(3),
     conditions.runs_now(3),
-    conditions.of(3, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second layer wants a gradient"),
-    quantized_wgrad(1),
-    quantized_wgrad(3),
+    conditions.wants_dx(3, "layer"),
+    conditions.quantizes_wgrad(1, "a GroupedLinear"),
+    conditions.quantizes_wgrad(3, "a GroupedLinear"),
     conditions.of(
         3, "no second bias", lambda c: not c.bias_dtype,
         "the second layer has a bias, and the gradient of a probability is then more than a sum over activated values",
@@ -151,7 +148,7 @@ def _changed(configs: Sequence[Any]) -> list[Any]:
     """Keep x instead of its codes, and no row of y."""
     move, first, act, second, back = configs
     return [
-        replace(move, keeps_x="w" in first.grads),
+        replace(move, keeps_x=first.wants_dw),
         replace(first, x_columns="backward"),
         act,
         replace(second, x_columns="backward", scales_dy_alone=False),

@@ -6,9 +6,10 @@ from typing import Any
 from octavo.fusion.rule import Condition, Forward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.kernels.norm import Residual, cast
-from octavo.ops import linear_layer, norm_layer
+from octavo.ops import matmul, norm_layer
 from octavo.ops.linear import Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
+from octavo.ops.operands import DENSE
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import ForwardResult
 from octavo.scaling.cast_arguments import RunningAmaxes
@@ -27,11 +28,11 @@ def run(configs: Sequence[Any], inputs: Sequence[Any], residual: Residual | None
     (first, second), x = configs, inputs[0].x
     amaxes = RunningAmaxes(*inputs[1].running_amaxes)
     like = TensorProto(tuple(x.shape), x.dtype, x.device)
-    pair, given = linear_layer.x_buffers(second, inputs[1].scaling, like, amaxes.x)
+    pair, given = matmul.x_buffers(second, inputs[1].scaling, like, DENSE, amaxes.x)
     vectors = norm_layer.vector(inputs[0].weight), norm_layer.vector(inputs[0].bias)
     mean, rstd = cast.forward(first.norm, norm_layer.matrix(first, x), *vectors, pair, given, residual)
     intermediates = norm_layer.Intermediates(mean, rstd) if first.keeps else norm_layer.Intermediates()
-    made = linear_layer.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
+    made = matmul.forward_from(second, inputs[1], pair, DENSE, amaxes, tuple(x.shape[:-1]))
     return [ForwardResult((None,), (), intermediates), made]
 
 
@@ -40,10 +41,7 @@ NORMS = (LayerNorm, RMSNorm)
 
 def conditions_at(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a norm at that place of a pattern and the Linear after it."""
-    return (
-        conditions.one_dim(place), conditions.quantizes_x(place + 1), conditions.keeps_codes_of_x(place + 1),
-        conditions.knows_scale_of_x(place + 1),
-    )  # fmt: skip
+    return conditions.one_dim(place), *conditions.x_as_codes(place + 1)
 
 
 RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NormLinear, conditions_at(0))) for kind in NORMS)
