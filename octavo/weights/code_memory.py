@@ -20,6 +20,7 @@ class Kind(NamedTuple):
     layer: str  # the name of a layer in a graph's plan
     recipe: str  # canonical
     shape: tuple[int, ...]  # [N, K]; of groups [G, N, K]
+    trainable: bool = False  # whether optimizers may write to it
 
     @property
     def key(self) -> str:
