@@ -119,15 +119,14 @@ class AdamW(Optimizer):
         moments = Moments(*[state.get(name) for name in _OF_MOMENTS])  # type: ignore[arg-type]
         seed = None
         if values.dtype != torch.float32:
-            step = torch.as_tensor(state["step"], device=values.device).to(torch.int64)
-            base = torch.tensor((group["seed"] << 32) + number, dtype=torch.int64, device=values.device)
-            seed = torch.stack([base, step.reshape(())])
+            base = torch.full((), (group["seed"] << 32) + number, dtype=torch.int64, device=values.device)
+            seed = torch.stack([base, state["step"].to(values.device, torch.int64)])
         grad = grad.neg() if group["maximize"] else grad
         is_plain = not isinstance(parameter, QuantizedWeight) and values is not parameter
         copy = parameter.detach() if is_plain and parameter.is_contiguous() else None
-        adamw(values, grad, moments, settings, seed=seed, copy=copy)
+        amax = adamw(values, grad, moments, settings, seed=seed, copy=copy)
         if isinstance(parameter, QuantizedWeight):
-            parameter.write(values)
+            parameter.write(values, amax)
         elif copy is None and values is not parameter:
             parameter.copy_(values)
         else:
@@ -137,7 +136,7 @@ class AdamW(Optimizer):
     def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter, made at its first step; its master copy is taken again from a parameter
         that the program wrote to."""
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             device = parameter.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -207,6 +206,13 @@ def _version(parameter: Tensor) -> int:
     return parameter.row_codes._version if isinstance(parameter, QuantizedWeight) else parameter._version
 
 
+def _number(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a tensor of no dims: a capture allows fills, and no copies from the host."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32).reshape(())
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def _settings(group: dict[str, Any], step: Tensor, device: torch.device, shared: dict[Any, Tensor]) -> Tensor:
     """Return the numbers of a step, in the order of `octavo.kernels.adamw.SETTINGS`, on the device."""
     on_device = group["capturable"] or (isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu")
@@ -220,11 +226,11 @@ def _settings(group: dict[str, Any], step: Tensor, device: torch.device, shared:
         numbers = [
             1 - lr * decay, lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - beta1, beta2, 1 - beta2, eps
         ]  # fmt: skip
-        found = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device).reshape(()) for n in numbers])
+        found = torch.stack([_number(n, device) for n in numbers])
     else:
-        lr, count = float(lr), float(step)
-        root = math.sqrt(1 - beta2**count)
-        numbers = [1 - lr * decay, lr / (1 - beta1**count), root, 1 - beta1, beta2, 1 - beta2, eps]
+        rate, steps = float(lr), float(step)
+        root = math.sqrt(1 - beta2**steps)
+        numbers = [1 - rate * decay, rate / (1 - beta1**steps), root, 1 - beta1, beta2, 1 - beta2, eps]
         found = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     shared[key] = found
     return found

@@ -38,6 +38,17 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
         torch.autograd.graph.increment_version([*cast.row, *cast.column])
 
 
+def measured_by(kind: Kind, amax: Tensor) -> Parts:
+    """Return an amax as a cast of the weight takes it, by row and by column; nothing where it decides no scale."""
+    layer = layer_named(kind.layer)
+    quant = layer.config(kind.key).quant
+    pair = quant.fprop.right, quant.dgrad.right
+    if any(spec is None or spec.block != (None, None) or spec.two_level for spec in pair):
+        return ()
+    bits = amax.view(torch.int32)
+    return bits, bits
+
+
 def is_plain(t: Tensor) -> bool:
     """Whether a tensor is plain memory, and nothing that a tracer watches."""
     return type(t) in (Tensor, nn.Parameter)

@@ -29,7 +29,7 @@ from octavo.recipes import Recipe
 from octavo.runtime.contract import WeightCast
 from octavo.runtime.graph_nodes import anchor as anchor_in_graph
 from octavo.runtime.transforms import refuse_active, refuse_tangents
-from octavo.weights.code_memory import Kind, group_slices, is_plain, quantize_into, room_for, values_of
+from octavo.weights.code_memory import Kind, group_slices, is_plain, measured_by, quantize_into, room_for, values_of
 
 aten = torch.ops.aten
 ROW = ("row_codes", "row_scale", "row_level2")
@@ -146,10 +146,13 @@ class QuantizedWeight(Tensor):
             own.copy_(part)
         return values_of(kind, row, (1, *kind.shape[1:]), self.dtype)[0]
 
-    def write(self, values: Tensor) -> None:
-        """Quantize values of the whole weight, or of the group, once: those in float32 are not rounded before."""
+    def write(self, values: Tensor, amax: Tensor | None = None) -> None:
+        """Quantize values of the whole weight, or of the group, once: those in float32 are not rounded before. A caller
+        that has measured the values passes their amax, float32 [1]; the cast then does not measure them again."""
         if self.group is None:
-            quantize_into(self.kind, WeightCast(values, codes_of(self, "row"), codes_of(self, "column")))
+            measured = () if amax is None or len(self.kind.shape) != 2 else measured_by(self.kind, amax)
+            cast = WeightCast(values, codes_of(self, "row"), codes_of(self, "column"), all_reduced=measured)
+            quantize_into(self.kind, cast)
             return
         room = room_for(self.kind, self.dtype, self.device, groups=1)
         quantize_into(self.kind, WeightCast(values[None], *room))

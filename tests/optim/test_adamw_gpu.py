@@ -38,8 +38,8 @@ def test_triton_updates_as_the_reference_does(kind, dtype, n):
         scale = b.float().abs().max()
         assert (a.float() - b.float()).abs().max() <= (2e-2 if dtype != torch.float32 else bounds[kind]) * scale
     assert torch.equal(found[1], found[0].abs().amax().float().view(1))
-    share = (found[0] == want[0]).float().mean()
-    assert share > (0.9 if kind == "float32" and dtype == torch.bfloat16 else 0.0)
+    if kind == "float32" and dtype == torch.bfloat16:  # both draw the same bits for the same element
+        assert (found[0] == want[0]).float().mean() > 0.9
 
 
 def mlp(recipe):
