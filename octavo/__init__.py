@@ -17,7 +17,7 @@
 
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
-from octavo import backend, errors, formats, moe, ops, quant, recipes
+from octavo import backend, errors, formats, moe, ops, optim, quant, recipes
 from octavo._torch.fast_paths import warn_if_untried
 from octavo._torch.tracing import buffer
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -69,6 +69,7 @@ __all__ = [
     "microbatch",
     "moe",
     "ops",
+    "optim",
     "quant",
     "quantize_weights",
     "recipe",

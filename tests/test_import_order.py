@@ -22,6 +22,7 @@ ORDER = (
     "scaling",
     "runtime",
     "weights",
+    "optim",
     "communication",
     "ops",
     "fusion",

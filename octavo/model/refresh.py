@@ -43,15 +43,19 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
             stored.refresh(module, stored.recipe, column=False, observe=observe)
 
 
-def quantize_weights(model: nn.Module) -> None:
-    """Keep the weights of a model only as codes, to save memory in inference or when they are frozen.
+def quantize_weights(model: nn.Module, trainable: bool = False) -> None:
+    """Keep the weights of a model only as codes, to save memory.
 
     It changes every Octavo layer whose own recipe quantizes. The new parameters read as the dequantized values, and
-    quantize the values that are written to them. No optimizer may update them: a step on one raises. Build optimizers
-    afterwards. `octavo.revert` makes weights of the values again.
+    quantize the values that are written to them. Build optimizers afterwards. `octavo.revert` makes weights of the
+    values again.
 
     Args:
         model: a module with Octavo layers, changed in place.
+        trainable: let optimizers update the weights. `octavo.optim.AdamW` keeps the values that codes are made of in
+            its state; for any other torch optimizer Octavo keeps them in float32 from its first step on, since an
+            update is mostly smaller than the distance of two codes. With False a step of an optimizer on such a weight
+            raises.
 
     Raises:
         UnsupportedDtype: `model` is no module.
@@ -82,7 +86,7 @@ def quantize_weights(model: nn.Module) -> None:
         for weight in module._weight_parts():
             _refuse_tied(path, names[id(weight)])
     for _, module in quantized:
-        module._hold_codes()
+        module._hold_codes(trainable)
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:

@@ -537,9 +537,9 @@ class Quantized(FusibleOperation, nn.Module):
         self._refuse_parametrized("A weight that is codes")
         refuse_shards(self._weight_parts(), "A weight that is codes")
 
-    def _hold_codes(self) -> None:
+    def _hold_codes(self, trainable: bool = False) -> None:
         """Keep the weight only as codes of this layer's recipe, in both orientations."""
-        self._codes.hold(self)
+        self._codes.hold(self, trainable)
 
     def _release_codes(self) -> None:
         """Replace codes by a weight with the dequantized values."""

@@ -20,6 +20,7 @@ class Kind(NamedTuple):
     layer: str  # the name of a layer in a graph's plan
     recipe: str  # canonical
     shape: tuple[int, ...]  # [N, K]; of groups [G, N, K]
+    trainable: bool = False  # whether optimizers may write to it
 
     @property
     def key(self) -> str:
@@ -35,6 +36,17 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
             layer = layer_named(kind.layer)
             layer.refresh(layer.config(kind.key), cast)
         torch.autograd.graph.increment_version([*cast.row, *cast.column])
+
+
+def measured_by(kind: Kind, amax: Tensor) -> Parts:
+    """Return an amax as a cast of the weight takes it, by row and by column; nothing where it decides no scale."""
+    layer = layer_named(kind.layer)
+    quant = layer.config(kind.key).quant
+    pair = quant.fprop.right, quant.dgrad.right
+    if any(spec is None or spec.block != (None, None) or spec.two_level for spec in pair):
+        return ()
+    bits = amax.view(torch.int32)
+    return bits, bits
 
 
 def is_plain(t: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 from octavo.runtime.graph_nodes import advanced, told
-from octavo.weights.quantized_weight import QuantizedWeight
+from octavo.weights.quantized_weight import QuantizedWeight, keep_master
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
 
@@ -81,7 +81,7 @@ def _hook_optimizers() -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):  # gradients are still to come
-        _refuse_quantized([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        _admit_quantized(optimizer, [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
         heard.pending.add(optimizer)
         return
     heard.pending.discard(optimizer)  # of a step that raised
@@ -95,13 +95,19 @@ def finish(optimizer: Optimizer) -> None:
         _written(optimizer)
 
 
-def _refuse_quantized(parameters: list[Tensor]) -> None:
+def _admit_quantized(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Refuse weights that are codes and not to be trained. For others, keep float32 values where the optimizer has
+    none of its own: codes alone would lose most updates."""
     for p in parameters:
-        if type(p) is QuantizedWeight:
+        if type(p) is not QuantizedWeight:
+            continue
+        if not p.kind.trainable:
             raise UnsupportedConfig(
-                f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
-                "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
+                f"A weight of {tuple(p.shape)} is frozen as codes (octavo.quantize_weights), and an optimizer would "
+                "update it. Leave it out of the optimizer, or call octavo.quantize_weights(model, trainable=True)."
             )
+        if not getattr(optimizer, "writes_codes", False):
+            keep_master(p)
 
 
 def _written(optimizer: Optimizer) -> None:
@@ -110,13 +116,14 @@ def _written(optimizer: Optimizer) -> None:
         p for group in optimizer.param_groups for p in group["params"]
         if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
     ]  # fmt: skip
-    _refuse_quantized(found)
+    _admit_quantized(optimizer, found)
     if torch.compiler.is_compiling():
         torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
         return
     heard.eager_steps += 1
     heard.optimizers.add(optimizer)
-    torch.autograd.graph.increment_version(found)
+    if not getattr(optimizer, "writes_codes", False):  # such an optimizer advances versions itself, by its writes
+        torch.autograd.graph.increment_version([p for p in found if type(p) is not QuantizedWeight])
     capturing = is_capturing()
     if capturing:
         heard.captures = True

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.dispatcher import no_torch_function
 from octavo._torch.fakes import FakeTensor
@@ -27,7 +28,7 @@ from octavo.recipes import Recipe
 from octavo.runtime.contract import WeightCast
 from octavo.runtime.graph_nodes import anchor as anchor_in_graph
 from octavo.runtime.transforms import refuse_active, refuse_tangents
-from octavo.weights.code_memory import Kind, group_slices, is_plain, quantize_into, room_for, values_of
+from octavo.weights.code_memory import Kind, group_slices, is_plain, measured_by, quantize_into, room_for, values_of
 
 aten = torch.ops.aten
 ROW = ("row_codes", "row_scale", "row_level2")
@@ -77,9 +78,10 @@ class QuantizedWeight(Tensor):
     ) -> "QuantizedWeight":  # fmt: skip
         element = inner["element"]
         size = (kind.shape if group is None else kind.shape[1:]) if size is None else size
+        stored = sum(t.nbytes for t in inner.values() if t is not None)
         weight: QuantizedWeight = wrapper_subclass(
             cls, tuple(size), None if stride is None else tuple(stride), dtype=element.dtype, device=element.device,
-            storage_size=element.element_size(),
+            storage_size=stored if group is None else stored // kind.shape[0],  # parameters of groups share the codes
         )  # fmt: skip
         return weight
 
@@ -143,9 +145,13 @@ class QuantizedWeight(Tensor):
             own.copy_(part)
         return values_of(kind, row, (1, *kind.shape[1:]), self.dtype)[0]
 
-    def _write_base(self, values: Tensor) -> None:
+    def write(self, values: Tensor, amax: Tensor | None = None) -> None:
+        """Quantize values of the whole weight, or of the group, once: those in float32 are not rounded before. A caller
+        that has measured the values passes their amax, float32 [1]; the cast then does not measure them again."""
         if self.group is None:
-            quantize_into(self.kind, WeightCast(values, codes_of(self, "row"), codes_of(self, "column")))
+            measured = () if amax is None or len(self.kind.shape) != 2 else measured_by(self.kind, amax)
+            cast = WeightCast(values, codes_of(self, "row"), codes_of(self, "column"), all_reduced=measured)
+            quantize_into(self.kind, cast)
             return
         room = room_for(self.kind, self.dtype, self.device, groups=1)
         quantize_into(self.kind, WeightCast(values[None], *room))
@@ -271,6 +277,43 @@ class QuantizedWeight(Tensor):
             self._refuse("a graph that is being traced cannot write to it. Write to it outside of the graph")
 
 
+class Master:
+    """The values of a trained weight in float32, of which its codes are the rounded ones. An optimizer that knows
+    nothing of codes adds to these: most of its updates are smaller than the distance of two codes."""
+
+    def __init__(self) -> None:
+        self.values: dict[int | None, Tensor] = {}  # by group
+        self.version = -1  # of the codes, when they were last made of these values
+
+
+_masters: Any = WeakTensorKeyDictionary()  # row codes -> Master
+
+
+def keep_master(weight: QuantizedWeight) -> None:
+    """From now on, let writes in place to this weight or group compute with float32 values, which are kept."""
+    master = _masters.setdefault(weight.row_codes, Master())
+    if master.version != weight.row_codes._version:  # the program has loaded or set the weight
+        master.values.clear()
+        master.version = weight.row_codes._version
+    if weight.group not in master.values:
+        master.values[weight.group] = weight._base_values().float()
+
+
+def _writable_values(weight: QuantizedWeight) -> Tensor:
+    """Return the values that a write in place begins with, as a tensor to be written to."""
+    master: Master | None = _masters.get(weight.row_codes)
+    if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
+        return master.values[weight.group]
+    return weight._base_values()
+
+
+def _was_written(weight: QuantizedWeight, values: Tensor) -> None:
+    """Note that codes were made of these values."""
+    master: Master | None = _masters.get(weight.row_codes)
+    if master is not None and master.values.get(weight.group) is values:
+        master.version = weight.row_codes._version
+
+
 def codes_of(weight: Tensor, side: str) -> Parts:
     """The codes and scales of a quantized weight, in the order in which a layer takes them."""
     w: Any = weight
@@ -291,9 +334,9 @@ def is_whole(parts: Sequence[Any]) -> bool:
     return all(same) and [p.group for p in parts] == list(range(first.kind.shape[0]))
 
 
-def hold(layer: str, recipe: Recipe, weight: Tensor) -> QuantizedWeight:
+def hold(layer: str, recipe: Recipe, weight: Tensor, trainable: bool = False) -> QuantizedWeight:
     """Return a whole weight as codes, scaled by the weight itself."""
-    kind = Kind(layer, recipe.key, tuple(weight.shape))
+    kind = Kind(layer, recipe.key, tuple(weight.shape), trainable)
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
         inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
         for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
@@ -401,7 +444,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if not all(isinstance(t, QuantizedWeight) and not t.steps for t in (target, source)):
         return NotImplemented
-    if target.kind != source.kind or target.dtype != source.dtype or target.shape != source.shape:
+    if target.kind[:3] != source.kind[:3] or target.dtype != source.dtype or target.shape != source.shape:
         return NotImplemented
     target._refuse_in_graphs()
     for mine, theirs in zip(target.own_codes(), source.own_codes(), strict=True):
@@ -431,6 +474,8 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     bases: dict[Any, tuple[QuantizedWeight, Tensor]] = {}
     shown: dict[int, Tensor] = {}
     owners: dict[int, QuantizedWeight] = {}
+    targets = [t for t in _written(func, args, kwargs, written) if isinstance(t, QuantizedWeight)]
+    written_places = set(map(_place, targets))
 
     def values(t: Any) -> Any:
         if not isinstance(t, QuantizedWeight):
@@ -438,21 +483,21 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
         if id(t) not in shown:
             where = _place(t)
             if where not in bases:
-                bases[where] = t, t._base_values()
+                bases[where] = t, _writable_values(t) if where in written_places else t._base_values()
             shown[id(t)] = dense = t._shown(bases[where][1])
             owners[id(dense)] = t
         return shown[id(t)]
 
-    targets = [t for t in _written(func, args, kwargs, written) if isinstance(t, QuantizedWeight)]
     for t in targets:
         t._refuse_in_graphs()
     result = func(*tree_map(values, args), **tree_map(values, kwargs))
     for t in targets:
         if shown[id(t)].shape != t.shape:
             t._refuse(f"{func.name()} would give it the shape {tuple(shown[id(t)].shape)}")
-    for where in dict.fromkeys(map(_place, targets)):
+    for where in written_places:
         weight, base = bases[where]
-        weight._write_base(base)
+        weight.write(base)
+        _was_written(weight, base)
     return tree_map(lambda t: owners.get(id(t), t), result) if targets else result
 
 

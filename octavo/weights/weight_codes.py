@@ -190,7 +190,7 @@ class WeightCodes(WeightCache):
 
     # -- codes in the weight's place -----------------------------------------------------------------------------------
 
-    def hold(self, layer: Any) -> None:
+    def hold(self, layer: Any, trainable: bool = False) -> None:
         """Keep the weight as codes of the layer's recipe, in both orientations, and drop the weight itself."""
         if self.held:
             return
@@ -204,7 +204,7 @@ class WeightCodes(WeightCache):
         whole = layer._whole_weight()
         with as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-            layer._set_weights(hold(layer.NAME, recipe, whole.detach()))
+            layer._set_weights(hold(layer.NAME, recipe, whole.detach(), trainable))
         self.held = True
 
     def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
@@ -214,7 +214,9 @@ class WeightCodes(WeightCache):
         with torch.no_grad():
             if assign and weights[0].is_meta:
                 whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
-                layer._set_weights(hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype)))
+                layer._set_weights(
+                    hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype), weights[0].kind.trainable)
+                )
             else:
                 for p, part in zip(weights, loaded, strict=True):
                     p.copy_(part)

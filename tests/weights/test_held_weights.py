@@ -340,7 +340,7 @@ def test_a_step_of_an_optimizer_is_refused_and_changes_nothing(settings):
     layer(X).sum().backward()
     before, bias = values(layer).clone(), layer.bias.detach().clone()
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        with pytest.raises(UnsupportedConfig, match="held as codes"):
+        with pytest.raises(UnsupportedConfig, match="frozen as codes"):
             kind(layer.parameters(), lr=0.1, **settings).step()
     assert_same(values(layer), before)
     assert_same(layer.bias.detach(), bias)
@@ -493,8 +493,8 @@ def inner(p):
 
 def test_the_memory_is_the_codes():
     layer = held("fp8-block")
-    assert layer.weight.untyped_storage().nbytes() <= 4
-    assert sum(t.nbytes for t in inner(layer.weight)) <= 2 * N * K * 1.1 + 64
+    stored = sum(t.nbytes for t in inner(layer.weight))
+    assert layer.weight.untyped_storage().nbytes() == stored <= 2 * N * K * 1.1 + 64
 
 
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
@@ -595,7 +595,7 @@ def test_weights_are_quantized_all_or_none():
 def test_a_layer_without_codes_is_left_as_it_is():
     model = nn.Sequential(make("fp8-current"), make("bf16", 40, 40))
     octavo.quantize_weights(model)
-    assert model[0].weight.untyped_storage().nbytes() == 4
+    assert model[0].weight.untyped_storage().nbytes() == sum(t.nbytes for t in inner(model[0].weight)) < 2.1 * 48 * 40
     assert model[1].weight.untyped_storage().nbytes() == 40 * 40 * 4
 
 
@@ -614,7 +614,7 @@ def test_a_copy_of_held_codes_is_held_too():
     octavo.quantize_weights(layer)
     layer.weight.main_grad = torch.zeros(40, 48)
     twin = copy.deepcopy(layer)
-    assert twin.weight.untyped_storage().nbytes() == 4
+    assert twin.weight.untyped_storage().nbytes() == layer.weight.untyped_storage().nbytes() < 2.1 * 48 * 40
     assert_same(twin(X), layer(X))
 
 

@@ -1,0 +1,124 @@
+"""Weights that are codes and are trained: by optimizers that know nothing of codes, through layers of every kind."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import UnsupportedConfig
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=3e-3),
+}
+
+
+def linear(recipe="fp8-block", dtype=torch.float32, trainable=True):
+    torch.manual_seed(0)
+    layer = octavo.Linear(48, 40, bias=False, recipe=recipe, dtype=dtype)
+    octavo.quantize_weights(layer, trainable=trainable)
+    return layer
+
+
+def train(layer, optimizer, steps=5):
+    for i in range(steps):
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(i)).to(layer.weight.dtype)
+        layer(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_train_what_they_would_train_in_float32(name):
+    """Updates that are far smaller than the distance of two codes add up."""
+    layer = linear()
+    plain = octavo.Linear(48, 40, bias=False, recipe="fp8-block")
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight.dequantize())
+    train(layer, OPTIMIZERS[name](layer.parameters()))
+    train(plain, OPTIMIZERS[name](plain.parameters()))
+    want = octavo.recipe("fp8-block").linear().fprop.right.quantize(plain.weight.detach())
+    assert torch.equal(layer.weight.row_codes, want.codes.view(torch.uint8))
+
+
+def test_a_weight_that_is_frozen_as_codes_refuses_a_step_and_says_how_to_train_it():
+    layer = linear(trainable=False)
+    layer(torch.ones(2, 48)).sum().backward()
+    before = layer.weight.row_codes.clone()
+    for make in (torch.optim.AdamW, octavo.optim.AdamW):
+        with pytest.raises(UnsupportedConfig, match="trainable=True"):
+            make(layer.parameters()).step()
+    assert torch.equal(layer.weight.row_codes, before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_trainable_too(copied):
+    layer = copied(linear())
+    before = layer.weight.row_codes.clone()
+    train(layer, octavo.optim.AdamW(layer.parameters(), lr=0.1), 1)
+    assert not torch.equal(layer.weight.row_codes, before)
+
+
+def test_a_loaded_weight_replaces_the_values_that_another_optimizer_trains():
+    layer = linear()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+    train(layer, optimizer, 1)
+    layer.load_state_dict({"weight": torch.full((40, 48), 0.5)})
+    train(layer, optimizer, 1)
+    assert torch.equal(layer.weight.dequantize().detach(), torch.full((40, 48), 0.5))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("single", [False, True], ids=["a parameter a group", "one parameter"])
+def test_experts_train(recipe, single):
+    torch.manual_seed(0)
+    layer = octavo.GroupedLinear(3, 32, 48, bias=False, recipe=recipe, single_grouped_weight=single)
+    octavo.quantize_weights(layer, trainable=True)
+    sizes = torch.tensor([7, 0, 9])
+    for make in (octavo.optim.AdamW, torch.optim.SGD):
+        before = [p.dequantize().detach().clone() for p in layer.parameters()]
+        layer(torch.randn(16, 32), sizes).square().mean().backward()
+        optimizer = make(layer.parameters(), lr=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = [p.dequantize().detach() for p in layer.parameters()]
+        changed = torch.stack(
+            [
+                torch.stack([(a != b).any() for a, b in zip(x, y, strict=True)]) if single else (x != y).any()
+                for x, y in zip(before, after, strict=True)
+            ]
+        ).view(-1)
+        assert changed.tolist()[0::2] == [True, True]
+
+
+def test_clipping_and_averages_see_values():
+    model = nn.Sequential(linear())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(8, 48)).square().sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+    optimizer.step()
+    average.update_parameters(model)
+    x = torch.randn(4, 48)
+    torch.testing.assert_close(average(x), model(x))
+
+
+def test_a_compiled_layer_sees_each_step():
+    layer = linear()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    twin = copy.deepcopy(layer)
+    optimizers = [octavo.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, twin)]
+    for i in range(3):
+        x = torch.randn(8, 48, generator=torch.Generator().manual_seed(i))
+        for call, optimizer in ((compiled, optimizers[0]), (twin, optimizers[1])):
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(layer.weight.row_codes, twin.weight.row_codes)
