@@ -9,7 +9,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # threads that wait give their core away: with spinning ones, a second busy process made training ten times slower
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-versions lint docs gpu-test clean
+.PHONY: demo test test-fast test-versions lint docs gpu-test clean
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
@@ -21,6 +21,11 @@ WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+# for the loop while working: one case of each test function that takes little time
+test-fast: export OMP_NUM_THREADS ?= 1
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --fast
 
 # with every torch, one after another: gigabytes and hours, and it goes on where it was interrupted
 test-versions:

@@ -22,7 +22,17 @@ settings.register_profile("octavo", deadline=None, derandomize=True)
 settings.load_profile("octavo")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="one case of each test function that takes little time")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        from tests import fast
+
+        kept = fast.chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

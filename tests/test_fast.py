@@ -1,0 +1,40 @@
+"""The selection of `make test-fast`: one case of a function, none of a slow one, and a list that fits the tests."""
+
+import ast
+from typing import NamedTuple
+
+from tests import fast
+
+
+class Item(NamedTuple):
+    """A collected test."""
+
+    nodeid: str
+
+
+def test_the_first_case_of_each_function_is_chosen(monkeypatch, tmp_path):
+    monkeypatch.setattr(fast, "SLOW", tmp_path / "slow")
+    fast.SLOW.write_text("tests/test_b.py::test_long\n")
+    names = [
+        "tests/test_a.py::test_x[1]",
+        "tests/test_a.py::test_x[2]",
+        "tests/test_b.py::test_long",
+        "tests/test_b.py::test_y",
+    ]
+    assert sorted(item.nodeid for item in fast.chosen([Item(name) for name in names])) == [names[0], names[3]]
+
+
+def test_a_function_is_slow_if_its_cheapest_case_with_its_setup_is():
+    lines = ["0.20s call     {}x[1]", "0.20s setup    {}x[1]", "9.00s call     {}y[1]", "0.01s call     {}y[2]"]
+    assert fast.slow_in("\n".join(line.format("tests/a.py::test_") for line in lines)) == ["tests/a.py::test_x"]
+
+
+def test_every_slow_function_exists():
+    root = fast.SLOW.parent.parent
+    missing = []
+    for name in fast.slow_functions():
+        file, _, function = name.partition("::")
+        tree = ast.parse((root / file).read_text()) if (root / file).exists() else ast.Module([], [])
+        if function.split("::")[-1] not in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}:
+            missing.append(name)
+    assert missing == []
