@@ -180,9 +180,8 @@ def _fitted(saved: dict[str, Any], group: dict[str, Any], parameter: Tensor) -> 
     """Return a saved state in this group's formats, on the parameter's device. Torch's own loader would cast all of it
     to the parameter's dtype."""
     state = {name: value.to(parameter.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
-    state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).to(
-        parameter.device if group["capturable"] else "cpu", copy=True
-    )
+    counter = parameter.device if group["capturable"] else torch.device("cpu")
+    state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device=counter).clone()
     if "master" in state:
         state["master"] = state["master"].to(getattr(torch, group["master"]), copy=True).contiguous()
     if "exp_avg" in state:
