@@ -23,7 +23,8 @@ import torch
 
 import octavo
 from octavo.cli import machine
-from octavo.runtime.replay import calls, recorder
+from octavo.runtime import call_cache as calls
+from octavo.runtime.replay import recorder
 
 ROWS, WIDTH, GROUPS = 32, 256, 4
 STEPS = 20  # of a turn

@@ -199,8 +199,8 @@ FAULTS = (
     ),
     Fault(
         "a replay runs for memory of another alignment",
-        "octavo/runtime/replay/calls.py",
-        "        and list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS)) == found.ends",
+        "octavo/runtime/call_cache.py",
+        "        and list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS)) == hit.ends",
         "       ",
         "tests/runtime/test_replay.py::test_a_call_of_another_alignment_does_not_run_the_replay_of_the_last_one",
     ),

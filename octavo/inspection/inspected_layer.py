@@ -71,6 +71,9 @@ class Inspected(Quantized):
         own: str = _own(self, "why_not_fusible")(x)
         return WATCHED if _switch(self).inside else own
 
+    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> None:
+        """Keep the call out of the call cache: `_run_node` records its tensors."""
+
     def _split_over_ranks(self) -> Parallel | None:
         parallel: Parallel | None = _own(self, "_split_over_ranks")()
         if parallel is None or not parallel.gather_again or not _switch(self).inside:

@@ -34,7 +34,7 @@ does the caller, if x is an input of the graph: AOTAutograd gives inputs a grad_
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,10 @@ from octavo.errors import UnsupportedConfig
 from octavo.memory import refuse_shared_memory, span
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
-from octavo.runtime import chain
+from octavo.runtime import call_cache, chain
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.runtime.contract import LAYERS, ForwardResult, Layer, WeightCast
-from octavo.runtime.driven import driven
 from octavo.runtime.modified import explain_modified, title_of
 from octavo.runtime.packing import pack, packing
 from octavo.runtime.stage import Stage
@@ -113,9 +112,10 @@ class NodeCall:
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
         self.is_chain = name == "chain"
-        self.layer = driven(_node(name))
-        self.unreplayed = _node(name)
+        self.layer = _node(name)
         self.config = self.layer.config(key)
+        # whether the layout of the tensors decides the launches, so that the call cache takes them
+        self.is_cached = {side: self.layer.decided_by_layout(self.config, side) for side in ("forward", "backward")}
         self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
         self.count, self.written = self.presence.count, self.buffers.count
         self.fills = self.layer.fills(self.config)
@@ -126,14 +126,14 @@ class NodeCall:
         # whether the gradient of an input is one of these, which backward's node does not return
         self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
 
-    def run(self, layer: Layer, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward on the tensors of `octavo::run`, by the layer itself or by one that replays it."""
-        return _listed(layer.forward(self.config, self.inputs(tensors[::-1])))
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run forward, as it is written, on the tensors of `octavo::run`."""
+        return _listed(self.layer.forward(self.config, self.inputs(tensors[::-1])))
 
-    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str, copies: bool) -> list[Tensor]:
-        """Run backward on the tensors of `octavo::run_bwd`, by the layer itself or by one that replays it."""
+    def run_backward(self, mask: str, copies: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run backward, as it is written, on the tensors of `octavo::run_bwd`."""
         saved, dys = self.split(tensors, mask)
-        found = self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+        found = self.returned(self.layer.backward(self.config, saved, self.buffers_of(tensors), dys))
         return [*found, *[tensors[at].clone() for at in self.elsewhere.values()]] if copies else found
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
@@ -203,6 +203,15 @@ def node_call(text: str) -> NodeCall:
     return NodeCall(text)
 
 
+def _cached(
+    parsed: NodeCall, side: str, tensors: list[Tensor], work: Callable[..., list[Tensor]], *decided: Any
+) -> list[Tensor]:
+    """Run a node through the call cache, or as it is written."""
+    if not parsed.is_cached[side]:
+        return work(tensors)
+    return list(call_cache.run((parsed, side, *decided), tensors, lambda tensors: (None, tuple(work(tensors))))[1])
+
+
 def _listed(made: ForwardResult) -> list[Tensor]:
     """Return outputs, auxiliary outputs and intermediates in a row."""
     return [t for group in made for t in group if t is not None]
@@ -212,7 +221,7 @@ def _listed(made: ForwardResult) -> list[Tensor]:
 def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
     parsed = node_call(call)
     parsed.refuse(tensors[::-1])
-    return parsed.run(parsed.layer, tensors)
+    return _cached(parsed, "forward", tensors, parsed.run)
 
 
 def _refuse_hooks(parsed: NodeCall) -> None:
@@ -248,13 +257,11 @@ def _call_directly() -> None:
 
 def _makes_intermediates(call: str) -> bool:
     """Whether no result of a forward node is a part of other memory, as a user's operation may return one."""
-    parsed = node_call(call)
-    return parsed.layer.decided_by_layout(parsed.config, "forward")
+    return node_call(call).is_cached["forward"]
 
 
 def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
-    parsed = node_call(call)
-    return parsed.layer.decided_by_layout(parsed.config, "backward")
+    return node_call(call).is_cached["backward"]
 
 
 def _fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
@@ -268,7 +275,7 @@ def _run_bwd(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[
     parsed = node_call(call)
     parsed.begin_writes(tensors)
     with preserve_version_counter(parsed.written_by_backward(tensors)):
-        return parsed.run_backward(parsed.layer, tensors, mask, copies)
+        return _cached(parsed, "backward", tensors, partial(parsed.run_backward, mask, copies), mask, copies)
 
 
 @_run_bwd.register_fake

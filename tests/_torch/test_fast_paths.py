@@ -15,7 +15,7 @@ from octavo._torch.guards import GUARDS
 from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.cli import doctor, main
 from octavo.launch import DIRECT_LAUNCHES
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 
 
 @pytest.fixture
