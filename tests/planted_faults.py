@@ -192,7 +192,7 @@ FAULTS = (
     # -- graphs and replays
     Fault(
         "the digest of graphs leaves a room out",
-        "octavo/runtime/graph_nodes.py",
+        "octavo/runtime/digest.py",
         "not in NOT_IN_GRAPHS:",
         'not in (*NOT_IN_GRAPHS, "ops"):',
         "tests/runtime/test_operators_by_name.py::test_another_process_with_other_sources_has_another_digest",

@@ -35,7 +35,8 @@ from octavo.ops.quantized import SEED, Quantized
 from octavo.quant import GradientCodes, QTensor
 from octavo.recipes.ambient import ambient
 from octavo.runtime.call import Stage
-from octavo.runtime.graph_nodes import DIGEST, layer_named
+from octavo.runtime.contract import LAYERS
+from octavo.runtime.digest import DIGEST
 from octavo.runtime.packing import pack
 
 STATS = "inspection_stats"  # the hidden buffer
@@ -179,7 +180,7 @@ def _own(layer: Any, name: str) -> Any:
 @while_tracing
 def _settings(name: str, key: str) -> tuple[bool, bool, str]:
     """Whether a call takes x as codes, whether it returns y as codes, and its recipe."""
-    config = layer_named(name).config(key)
+    config = LAYERS[name].config(key)
     return config.x == "codes", getattr(config, "quantize_output", False), config.recipe.key
 
 

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from octavo._torch.fakes import FakeTensor
-from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static
+from octavo._torch.tracing import is_inside_operator
 from octavo.communication.amax_reduction import agree
 from octavo.communication.groups import Group
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
     SPLIT,
-    Parallel,
     check_blocks,
     local_sizes,
     mark_blocks,
@@ -23,24 +22,23 @@ from octavo.communication.tensor_parallel import (
 )
 from octavo.errors import (
     UnsupportedConfig,
-    UnsupportedDevice,
     UnsupportedDtype,
     UnsupportedShape,
     check_choice,
     check_whole,
     is_whole,
 )
-from octavo.formats import FLOATS
 from octavo.kernels import grouped_gemm
-from octavo.ops.group_sizes import check_same_sizes, splits_on
+from octavo.ops.callers_memory import CallersMemory
+from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
 from octavo.ops.grouped_linear_layer import layer, turns
 from octavo.ops.grouped_linear_layer import unsupported_reason as grouped_unsupported_reason
 from octavo.ops.grouped_parameters import convert_layout, join, joined, register, stacked
 from octavo.ops.inputs import autocast_input, check_input, check_weight
-from octavo.ops.operation import Edge, has_shape
-from octavo.ops.published_codes import refuse_codes, way_to_values
+from octavo.ops.operation import has_shape
+from octavo.ops.published_codes import refuse_codes
 from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
-from octavo.ops.split_layer import SplitLayer
+from octavo.ops.split_layer import SplitLayer, check_features
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
@@ -53,14 +51,6 @@ from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
 from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.unsupported_wgrad import unsupported_in_graph
-
-
-class CallersMemory(NamedTuple):
-    """The buffers that the caller passed."""
-
-    out: Tensor | None  # for y
-    dgrad_out: Tensor | None  # for dx
-    dy_codes: GradientCodes | None = None  # where dy may arrive as codes
 
 
 class GroupedLinear(SplitLayer):
@@ -259,16 +249,16 @@ class GroupedLinear(SplitLayer):
         return self(x, splits, scales=scales[0] if scales else None, **kwargs)
 
     def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
-        return self._unsupported_buffer(kwargs.get("out"), kwargs.get("dgrad_out"))
+        return CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out")).unsupported_reason(self)
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if torch.compiler.is_compiling() or self._unplaced:
             self._materialize_for_call()
         weights = self._weight_parts()
         check_input("GroupedLinear", x, owner=self)
-        self._check_fit(x, weights[0])
+        check_features(x, weights[0], "GroupedLinear", dims=2)
         splits = splits_on(weights[0].device, extras[0], self.num_groups, x.shape[0])
-        scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
+        scales = bias_scales(extras[1] if len(extras) > 1 else None, x, self.num_extra_inputs == 2)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
         if self.parallel is not None and has_shape(x):
             self._check_parallel(x, weights[0])
@@ -280,7 +270,8 @@ class GroupedLinear(SplitLayer):
         weight, bias = self._own_parts(has_bias=len(self._bias_names) > 0)
         if type(weight) is not nn.Parameter or self._bias_names not in ([], ["bias"]):
             return None
-        return self._lookup(needs_dx, weight, bias, extras, self.tail, self.scales_dy_alone)
+        lookup = self._lookup(needs_dx, weight, bias, extras, self.tail, self.scales_dy_alone)
+        return None if lookup is None else lookup._replace(buffers=(*lookup.buffers, None, None))
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -336,9 +327,8 @@ class GroupedLinear(SplitLayer):
             >>> y.data_ptr() == out.data_ptr()
             True
         """
-        if torch.compiler.is_compiling() and (
-            why := unsupported_in_graph(self) or self._unsupported_buffer(out, dgrad_out) or self._dy_refusal(dy_codes)
-        ):
+        buffers = CallersMemory(out, dgrad_out, dy_codes)
+        if torch.compiler.is_compiling() and (why := unsupported_in_graph(self) or buffers.unsupported_reason(self)):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
@@ -353,7 +343,6 @@ class GroupedLinear(SplitLayer):
             settings, hit = self._looked_up(input, m_splits)
             if hit is not None:
                 return hit
-        buffers = CallersMemory(out, dgrad_out, dy_codes)
         return self._forward(input, m_splits, is_first_microbatch, buffers, scales, settings)
 
     def _forward(
@@ -366,15 +355,16 @@ class GroupedLinear(SplitLayer):
         weights = self._weight_parts()  # read once: each read of a parametrized weight computes it
         codes, dy_codes = NO_CODES, buffers.dy_codes
         if isinstance(input, GroupedTensor):
-            input, m_splits, codes = self._codes_of(input, m_splits, weights[0])
+            quant = (self._recipe or self._followed(ambient.recipe)).linear()
+            input, m_splits, codes = codes_of(input, m_splits, self.num_groups, weights[0], quant)
         x = autocast_input("GroupedLinear", input, self)
-        self._check_fit(x, weights[0])
+        check_features(x, weights[0], "GroupedLinear", dims=2)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         splits = splits_on(weights[0].device, m_splits, self.num_groups, rows.shape[0])
-        scales = self._bias_scales(scales, rows)
+        scales = bias_scales(scales, rows, self.num_extra_inputs == 2)
         parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is not None:
-            self._check_memory(parallel, buffers)
+            buffers.check_split(self, parallel)
             check_blocks(self, input)
             self._check_parallel(rows, weights[0])
             rows = self.op_begin(rows)
@@ -394,8 +384,8 @@ class GroupedLinear(SplitLayer):
         y = tensors[0]
         if parallel is not None and parallel.mode == "row":
             y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
-            if self._bias_names:
-                y = (y + self._bias_of_rows(splits, scales, y)).to(y.dtype)
+            if (bias := self._stacked_bias()) is not None:
+                y = (y + bias_of_rows(bias, splits, scales, y)).to(y.dtype)
         y = y if y.dim() == len(shape) else y.view(shape)
         if parallel is not None and parallel.mode == "column":
             mark_blocks(y, parallel)
@@ -422,7 +412,7 @@ class GroupedLinear(SplitLayer):
         weight, bias = stacked(weights), None if splits_x else self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
         if buffers.out is not None or buffers.dgrad_out is not None:
-            self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
+            buffers.check(self, x, grads)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
         more: dict[str, Any] = {"tail": self.tail, "scales_dy_alone": self.scales_dy_alone}
         if scales is not None:
@@ -449,139 +439,10 @@ class GroupedLinear(SplitLayer):
 
     # -- its arguments ---------------------------------------------------------------------------------------------
 
-    def _codes_of(self, x: GroupedTensor, splits: Any, own: Tensor) -> tuple[Tensor, Any, XCodes]:
-        """Return an anchor in place of x, the sizes of its groups, and its codes. If fprop takes other codes: x's
-        values and the sizes."""
-        if x.orientation != "row":
-            raise UnsupportedShape(
-                "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
-            )
-        self._check_fit(x, own)
-        if x.groups.number != self.num_groups:
-            raise UnsupportedShape(
-                f"x was quantized in {x.groups.number} groups, and this GroupedLinear has {self.num_groups} groups. "
-                "Quantize x in as many, with size 0 for a group without rows, or pass x.dequantize() and m_splits."
-            )
-        sizes = x.groups.start.diff()
-        if splits is not None:
-            rows = x.groups.rows
-            check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups, rows), rows)
-        quant = (self._recipe or self._followed(ambient.recipe)).linear()
-        if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
-            return x.dequantize(), sizes, NO_CODES
-        anchor = x.anchor
-        if anchor is None or not torch.is_grad_enabled():
-            anchor = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)
-        column = () if x.columns is None or x.columns.spec != quant.wgrad.right else tuple(x.columns.tensors())
-        return anchor, sizes, XCodes(tuple(x.q.tensors()), column)
-
-    def _check_fit(self, x: Any, own: Tensor) -> None:
-        """Raise if x (anything with a shape and a device) does not fit the weight. A shape of () is unknown."""
-        if type(own) is not nn.Parameter or own.layout is not torch.strided:
-            check_weight("GroupedLinear", own, "its weight")
-        if own.dtype not in FLOATS:
-            raise UnsupportedDtype(
-                f"GroupedLinear takes its weight in float32, bfloat16 or float16, got {own.dtype}. "
-                f"{way_to_values(own.dtype)}"
-            )
-        if (len(x.shape) < 2 or x.shape[-1] != self.in_features) and has_shape(x):
-            raise UnsupportedShape(
-                f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "
-                "Check the layer before it, or in_features."
-            )
-        if x.device != own.device:
-            raise UnsupportedDevice(f"x is on {x.device} and the weight on {own.device}. Move them together.")
-
-    def _bias_scales(self, scales: Any, rows: Any) -> Tensor | None:
-        scaled = self.scale_bias and bool(self._bias_names)
-        if scaled != (scales is not None):
-            raise UnsupportedConfig(
-                "scales= multiply the bias of a layer with scale_bias=True and a bias; "
-                + ("this call has none. Pass scales, one for each row." if scaled else "this layer does not take them.")
-            )
-        if scales is None or type(scales) is Edge:
-            return scales  # type: ignore[return-value]
-        if scales.numel() != rows.shape[0] or scales.dtype not in FLOATS or scales.device != rows.device:
-            raise UnsupportedShape(
-                f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
-                f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
-            )
-        flat: Tensor = scales.reshape(-1)
-        return flat
-
-    def _unsupported_buffer(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
-        """Return why a graph that is being traced cannot write to these buffers; empty if it can."""
-        if out is None and dgrad_out is None:
-            return ""
-        captured, nested = is_captured(), is_inside_operator()
-        for name, buffer in (("out", out), ("dgrad_out", dgrad_out)):
-            if buffer is None:
-                continue
-            why = ""
-            if captured and not is_static(buffer):
-                why = (
-                    f"a CUDA graph writes to the memory it was captured with, and {name} may be another each time. "
-                    "Make it, whole, with octavo.buffer(...), or compile without CUDA graphs"
-                )
-            elif not nested and not claim(buffer):
-                why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
-                why += "Give each call buffers of its own"
-            if why:
-                way_out = "or build the layer with strict=False, to run outside."
-                return f"{self.op_describe()} does not compile: {why}, {way_out}"
-        return ""
-
-    def _dy_refusal(self, dy_codes: GradientCodes | None) -> str:
-        """Return why a graph that is being traced cannot take codes of dy; empty if there are none."""
-        if dy_codes is None:
-            return ""
-        return (
-            f"{self.op_describe()} does not compile: dy_codes passes codes to backward beside autograd, and a graph's "
-            "gradients are tensors. Leave dy_codes out, or build the layer with strict=False, to run outside."
-        )
-
-    def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
-        """Check the buffers' metadata, without reading their values."""
-        for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
-            if buffer is None:
-                continue
-            if not isinstance(buffer, Tensor):
-                raise UnsupportedDtype(f"GroupedLinear takes a tensor as {name}, got {type(buffer).__name__}.")
-            want = (x.shape[0], width)
-            if (
-                tuple(buffer.shape) != want or buffer.dtype != x.dtype or buffer.device != x.device
-                or not buffer.is_contiguous() or buffer.requires_grad
-            ):  # fmt: skip
-                raise UnsupportedShape(
-                    f"{name} must be {x.dtype} {want} on {x.device}, contiguous, without requires_grad; got "
-                    f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}, strides {buffer.stride()}, "
-                    f"requires_grad={buffer.requires_grad}. For a buffer that was returned before, pass it detached."
-                )
-        if dgrad_out is not None and "x" not in grads:
-            raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
-
     def _allowed(self, recipe: Recipe) -> Recipe:
         if why := grouped_unsupported_reason(recipe):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
         return recipe
-
-    def _bias_of_rows(self, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
-        """Return the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""
-        bias = self._stacked_bias()
-        assert bias is not None
-        ends = splits.cumsum(0)
-        group = torch.searchsorted(ends, torch.arange(y.shape[0], device=y.device, dtype=ends.dtype), right=True)
-        rows = torch.cat([bias, bias.new_zeros(1, bias.shape[1])]).float()[group]
-        return rows if scales is None else rows * scales[:, None].float()
-
-    def _check_memory(self, parallel: Parallel, buffers: CallersMemory) -> None:
-        """Raise for memory and codes of the caller's that a layer cannot use whose y or dx is summed over ranks."""
-        for name in ("dgrad_out",) if parallel.mode == "column" else ("out", "dy_codes"):
-            if getattr(buffers, name) is not None:
-                raise UnsupportedConfig(
-                    f"{self.op_describe()}: {name} is memory of one rank, and a {parallel.mode} layer sums over ranks "
-                    "after it has written. Leave it out."
-                )
 
     # -- as a module -----------------------------------------------------------------------------------------------
 

@@ -103,29 +103,25 @@ class SplitLayer(Quantized):
             )
 
 
-def check_features(x: Any, weight: Tensor, title: str = "Linear", bias: Tensor | None = None) -> None:
-    """Raise if x (anything with a shape and a device) or the bias does not fit the weight. If x has `like`, () is
-    unknown."""
+def check_features(x: Any, weight: Tensor, title: str = "Linear", bias: Tensor | None = None, dims: int = 1) -> None:
+    """Raise if x (anything with a shape and a device), of so many dims or more, or the bias does not fit the weight. If
+    x has `like`, () is unknown."""
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         check_weight(title, weight, "its weight")
-    shape = x.shape
-    if not shape and getattr(x, "like", None) is None:
-        raise UnsupportedShape(
-            f"This {title} takes inputs [..., {weight.shape[1]}], got (). Check the layer before it."
-        )
-    if shape and shape[-1] != weight.shape[1]:
-        found = tuple([len(range(n)) for n in shape])  # numbers, even where the compiler uses symbols
-        raise UnsupportedShape(
-            f"This {title} takes inputs [..., {weight.shape[1]}], got {found}. "
-            "Check the layer before it, or in_features."
-        )
-    if x.device != weight.device:
-        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
         raise UnsupportedDtype(
             f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. "
             f"{way_to_values(weight.dtype)}"
         )
+    shape, width = x.shape, weight.shape[-1]
+    if (len(shape) < dims or shape[-1] != width) and (shape or getattr(x, "like", None) is None):
+        sizes = tuple([len(range(n)) for n in shape])  # numbers, even where the compiler uses symbols
+        least = " of two dims or more" if dims == 2 else ""
+        raise UnsupportedShape(
+            f"This {title} takes inputs [..., {width}]{least}, got {sizes}. Check the layer before it, or in_features."
+        )
+    if x.device != weight.device:
+        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if bias is not None:
         if type(bias) is not nn.Parameter:
             check_weight("Linear", bias, "its bias")

@@ -69,7 +69,7 @@ class Hit(NamedTuple):
     ends: list[int]
     autocast_dtype: torch.dtype | None
     place: "_Place"
-    repeats: Sequence[tuple[int, int]]
+    repeats: Sequence[tuple[int, int]]  # as `_repeats` returns them
     era: object
     context: Any  # of the driver: what it knows of such a call
 
@@ -113,6 +113,11 @@ def _is_hit(hit: Hit, tensors: Sequence[Tensor]) -> bool:
     """Whether a call that was decided as the hit's, but for its tensors, may run the hit's recording. All guards are
     here, but for those that `decided` has: the settings of the operation, its recipe, modes of the module and of
     autograd, and calls with anything unusual, which make no `decided` at all."""
+    if hit.repeats:  # torch's guards refuse a tensor that is given twice
+        if not all([tensors[i] is tensors[first] for i, first in hit.repeats]):
+            return False
+        repeated = [i for i, _ in hit.repeats]
+        tensors = [t for i, t in enumerate(tensors) if i not in repeated]
     return (
         # as many tensors of the same types, sizes, strides, dtypes, dispatch keys and requires_grad, in the same place,
         # with torch.autocast on or off as then
@@ -122,7 +127,6 @@ def _is_hit(hit: Hit, tensors: Sequence[Tensor]) -> bool:
         and (hit.autocast_dtype is None or _autocast_dtype(hit.place) is hit.autocast_dtype)
         and hit.era is _era
         and not launch.is_watched()  # a replay does not tell of its launches
-        and (not hit.repeats or all([tensors[i] is tensors[j] for i, j in hit.repeats]))
     )
 
 
@@ -190,11 +194,12 @@ def _note(hit_key: tuple[Any, ...], recording: _Recording, tensors: Sequence[Ten
     recording.guarded += 1
     if len(_hits) >= MOST:
         _hits.clear()
-    place = _Place.of(tensors[0])
+    place, repeats = _Place.of(tensors[0]), _repeats(tensors)
+    repeated = [i for i, _ in repeats]
+    tensors = [t for i, t in enumerate(tensors) if i not in repeated]
     _hits[hit_key] = Hit(
-        recording.replay, same_layouts(tensors), _ends(tensors), _autocast_dtype(place), place, _repeats(tensors), _era,
-        context,
-    )  # fmt: skip
+        recording.replay, same_layouts(tensors), _ends(tensors), _autocast_dtype(place), place, repeats, _era, context
+    )
 
 
 def _autocast_dtype(place: _Place) -> torch.dtype | None:

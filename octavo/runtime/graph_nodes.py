@@ -32,10 +32,8 @@ the gradient of an earlier step. So the node returns a copy of it too, and opera
 does the caller, if x is an input of the graph: AOTAutograd gives inputs a grad_fn while it traces.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,32 +51,13 @@ from octavo.quant.qtensor import Join
 from octavo.runtime import call_cache, chain
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
-from octavo.runtime.contract import LAYERS, ForwardResult, Layer, WeightCast
+from octavo.runtime.contract import LAYERS, ForwardResult, Layer
+from octavo.runtime.digest import DIGEST
 from octavo.runtime.modified import explain_modified, title_of
 from octavo.runtime.packing import pack, packing
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import why_active
 
-# rooms on which no node's result depends; every other file is part of the digest, that of a new room too
-NOT_IN_GRAPHS = ("checkpoints", "cli", "demo", "distributed", "integrations", "model")
-
-
-def digest(root: Path) -> str:
-    """Eight hex digits of every source file of the package that a node's result may depend on."""
-    hashed = hashlib.sha256()
-    for room in NOT_IN_GRAPHS:
-        if not (root / room).is_dir():
-            raise FileNotFoundError(
-                f"octavo.runtime.graph_nodes leaves the room {room!r} out of the digest of its graphs, and there is "
-                "none. Rename it in NOT_IN_GRAPHS too."
-            )
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in NOT_IN_GRAPHS:
-            hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:8]
-
-
-DIGEST = digest(Path(__file__).parent.parent)
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -431,105 +410,6 @@ def _set_up_anchor(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -
 
 
 _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_anchor)
-
-
-# -- cached weights --------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
-def _refresh(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    _, name, key = call.split("|", 2)
-    layer = LAYERS[name]
-    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, all_reduced))
-
-
-@_refresh.register_fake
-def _(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    return None
-
-
-def refresh(name: str, key: str, cast: WeightCast) -> None:
-    """Quantize a weight into cached codes, in place: the node before the layer's own."""
-    parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
-    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, list(cast.all_reduced), DIGEST + "|" + name + "|" + key)
-
-
-advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
-told: list[Callable[[Sequence[Tensor]], None]] = []  # functions that get the weights of each of these steps
-
-
-@torch.library.custom_op("octavo::advance", mutates_args=())
-def _advance(weights: Sequence[Tensor]) -> None:
-    """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
-    torch.autograd.graph.increment_version(list(weights))
-    advanced[0] += 1
-    for tell in told:
-        tell(weights)
-
-
-@_advance.register_fake
-def _(weights: Sequence[Tensor]) -> None:
-    return None
-
-
-has_side_effect(torch.ops.octavo.advance.default)
-
-
-@torch.library.custom_op("octavo::weight_values", mutates_args=())
-def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
-    _, name, key = call.split("|", 2)
-    layer = LAYERS[name]
-    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
-    return found.contiguous()
-
-
-@_weight_values.register_fake
-def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
-    return row[0].new_empty(shape, dtype=dtype)
-
-
-def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The values that the row codes of a weight stand for."""
-    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
-    return found
-
-
-@torch.library.custom_op("octavo::anchor", mutates_args=())
-def _quantized_anchor(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
-
-
-@_quantized_anchor.register_fake
-def _(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
-
-
-def _anchor_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
-    return [grad] if ctx.number == 1 else list(grad.unbind()), None
-
-
-def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
-    ctx.number = len(inputs[0])
-
-
-_quantized_anchor.register_autograd(_anchor_gradient, setup_context=_count_parts)
-
-
-def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """A one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to them."""
-    found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
-    return found
-
-
-def layer_named(name: str) -> Any:
-    """The layer of this name in a call."""
-    return LAYERS[name]
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

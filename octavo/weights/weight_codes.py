@@ -20,7 +20,7 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.runtime.contract import WeightCast
-from octavo.runtime.graph_nodes import refresh as refresh_in_graph
+from octavo.runtime.weight_nodes import refresh as refresh_in_graph
 from octavo.weights.cache import WeightCache, refuse_dense
 from octavo.weights.quantized_weight import QuantizedWeight, codes_of, hold, is_whole
 from octavo.weights.unsupported_wgrad import refuse_shards

@@ -1,4 +1,4 @@
-"""The sizes of groups that a caller passes: checked, and on the device of the layer."""
+"""The inputs of a grouped layer besides its rows: sizes of groups, x as codes, scales of the bias."""
 
 import operator
 from typing import Any
@@ -9,8 +9,13 @@ from torch import Tensor
 from octavo import backend
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS
 from octavo.ops.operation import Edge
+from octavo.ops.quantized import NO_CODES, XCodes
+from octavo.ops.split_layer import check_features
+from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import check_values, split
+from octavo.recipes import LinearQuant
 from octavo.values import shown
 
 
@@ -72,3 +77,55 @@ def check_same_sizes(sizes: Tensor, splits: Tensor, rows: int) -> None:
             f"x was quantized in groups of {sizes.tolist()} rows, and m_splits is {splits.tolist()}. Leave m_splits "
             "out, or pass x.dequantize()."
         )
+
+
+def codes_of(x: GroupedTensor, splits: Any, number: int, own: Tensor, quant: LinearQuant) -> tuple[Tensor, Any, XCodes]:
+    """Return an anchor in place of x, the sizes of its groups, and its codes. If fprop takes other codes: x's
+    values and the sizes."""
+    if x.orientation != "row":
+        raise UnsupportedShape(
+            "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
+        )
+    check_features(x, own, "GroupedLinear", dims=2)
+    if x.groups.number != number:
+        raise UnsupportedShape(
+            f"x was quantized in {x.groups.number} groups, and this GroupedLinear has {number} groups. "
+            "Quantize x in as many, with size 0 for a group without rows, or pass x.dequantize() and m_splits."
+        )
+    sizes = x.groups.start.diff()
+    if splits is not None:
+        rows = x.groups.rows
+        check_same_sizes(sizes, splits_on(own.device, splits, number, rows), rows)
+    if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
+        return x.dequantize(), sizes, NO_CODES
+    anchor = x.anchor
+    if anchor is None or not torch.is_grad_enabled():
+        anchor = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)
+    column = () if x.columns is None or x.columns.spec != quant.wgrad.right else tuple(x.columns.tensors())
+    return anchor, sizes, XCodes(tuple(x.q.tensors()), column)
+
+
+def bias_scales(scales: Any, rows: Any, scaled: bool) -> Tensor | None:
+    """Return the scales of the bias, flat; None if the layer takes none. `scaled` says whether it does."""
+    if scaled != (scales is not None):
+        raise UnsupportedConfig(
+            "scales= multiply the bias of a layer with scale_bias=True and a bias; "
+            + ("this call has none. Pass scales, one for each row." if scaled else "this layer does not take them.")
+        )
+    if scales is None or type(scales) is Edge:
+        return scales  # type: ignore[return-value]
+    if scales.numel() != rows.shape[0] or scales.dtype not in FLOATS or scales.device != rows.device:
+        raise UnsupportedShape(
+            f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
+            f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
+        )
+    flat: Tensor = scales.reshape(-1)
+    return flat
+
+
+def bias_of_rows(bias: Tensor, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
+    """Return the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""
+    ends = splits.cumsum(0)
+    group = torch.searchsorted(ends, torch.arange(y.shape[0], device=y.device, dtype=ends.dtype), right=True)
+    rows = torch.cat([bias, bias.new_zeros(1, bias.shape[1])]).float()[group]
+    return rows if scales is None else rows * scales[:, None].float()
