@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "gradients at a fork are added the first use first",
-        "octavo/runtime/chain.py",
+        "octavo/runtime/chain_config.py",
         "return tuple(sorted(self.routes, reverse=True))",
         "return tuple(sorted(self.routes))",
         "tests/fusion/test_fork_order.py::test_gradients_at_a_fork_are_added_the_last_use_first",

@@ -252,7 +252,7 @@ class OperationFuser:
         lookups, needs = [], x.requires_grad and torch.is_grad_enabled()
         for op, extras, kwargs, _, drains in steps:
             alone = kwargs or drains or has_hooks(op) or op.op_hooked or op.op_runs_its_forward
-            lookup = None if alone or "forward" in op.__dict__ else op.op_lookup(needs, extras)
+            lookup = None if alone or "forward" in op.__dict__ else op._call_lookup(needs, extras)
             if lookup is None:
                 return None, None
             lookups.append(lookup)
@@ -267,7 +267,7 @@ class OperationFuser:
             told.append(Told(steps, plan))
         for step, lookup in zip(steps, lookups, strict=True):
             if lookup.trains or lookup.observes:
-                step.op.op_note_hit(lookup)
+                step.op._note_hit(lookup)
         return settings, run_hit(hit, tensors, [t for lookup in lookups for t in lookup.buffers], self)[0]
 
 

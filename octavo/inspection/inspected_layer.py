@@ -72,7 +72,7 @@ class Inspected(Quantized):
         own: str = _own(self, "why_not_fusible")(x)
         return WATCHED if _switch(self).inside else own
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> None:
         """Keep the call out of the call cache: `_run_node` records its tensors."""
 
     def _split_over_ranks(self) -> Parallel | None:

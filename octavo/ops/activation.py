@@ -145,7 +145,7 @@ class Activation(FusibleOperation, nn.Module):
         width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else None
         return _stage(self._settings, x, width, scales=scales)
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         if not all([type(t) is Tensor for t in extras]):
             return None
         needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))

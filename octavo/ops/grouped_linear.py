@@ -29,10 +29,10 @@ from octavo.errors import (
     is_whole,
 )
 from octavo.kernels import grouped_gemm
-from octavo.ops.callers_memory import CallersMemory
 from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
 from octavo.ops.grouped_linear_layer import layer, turns
 from octavo.ops.grouped_linear_layer import unsupported_reason as grouped_unsupported_reason
+from octavo.ops.grouped_memory import CallersMemory
 from octavo.ops.grouped_parameters import convert_layout, join, joined, register, stacked
 from octavo.ops.inputs import autocast_input, check_input, check_weight
 from octavo.ops.operation import has_shape
@@ -46,6 +46,7 @@ from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
 from octavo.recipes.ambient import ambient
+from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, takes_nodes
 from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
@@ -234,7 +235,7 @@ class GroupedLinear(SplitLayer):
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]
-        """Counts the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
+        """Count the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
         return 2 if self.scale_bias and self._bias_names else 1
 
     def why_not_fusible(self, x: Any) -> str:
@@ -264,7 +265,7 @@ class GroupedLinear(SplitLayer):
             self._check_parallel(x, weights[0])
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         if len(extras) != 1 or type(extras[0]) is not Tensor or not self._is_single or len(self._bias_names) > 1:
             return None
         weight, bias = self._own_parts(has_bias=len(self._bias_names) > 0)
@@ -334,13 +335,11 @@ class GroupedLinear(SplitLayer):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
-        settings = None
-        if (
-            type(input) is Tensor and type(m_splits) is Tensor and input.dim() == 2
-            and all([t is None for t in (is_first_microbatch, out, dgrad_out, scales, dy_codes)])
-        ):  # fmt: skip
+        settings, plain = None, type(input) is Tensor and type(m_splits) is Tensor and input.dim() == 2
+        alone = all([t is None for t in (is_first_microbatch, out, dgrad_out, scales, dy_codes)])
+        if plain and alone and not torch.compiler.is_compiling() and input.device.type in call_cache.DEVICES:
             input = autocast_input("GroupedLinear", input, self)
-            settings, hit = self._looked_up(input, m_splits)
+            settings, hit = self._looked_up(input, m_splits)  # type: ignore[arg-type]
             if hit is not None:
                 return hit
         return self._forward(input, m_splits, is_first_microbatch, buffers, scales, settings)

@@ -41,6 +41,7 @@ from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import ambient
+from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, takes_nodes
 from octavo.runtime.call_cache import Lookup
 from octavo.weights.quantized_weight import linked_anchor
@@ -197,14 +198,15 @@ class Linear(SplitLayer, nn.Linear):
             >>> layer(torch.ones(8, 64), fp8_output=True)
             QTensor(8x32, block-1d, cpu)
         """
-        if torch.compiler.is_compiling() and (why := unsupported_in_graph(self)):
+        compiling = torch.compiler.is_compiling()
+        if compiling and (why := unsupported_in_graph(self)):
             if is_inside_operator():
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
         x = input if type(input) is QTensor else autocast_input("Linear", input, self)
-        settings = None
-        if is_first_microbatch is None and not fp8_output:
+        settings, plain = None, is_first_microbatch is None and not fp8_output and type(x) is Tensor
+        if not compiling and plain and x.device.type in call_cache.DEVICES:
             settings, y = self._looked_up(x)
             if y is not None:
                 return y
@@ -216,7 +218,7 @@ class Linear(SplitLayer, nn.Linear):
         y = self._run_stage(stage, x, fp8_output, as_nodes)
         return (y, self._own_part("bias")) if self.return_bias else y  # type: ignore[return-value]
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         return None if self.return_bias else self._lookup(needs_dx, *self._own_parts(has_bias=True))
 
     def _run_stage(self, stage: Stage, x: Any, fp8_output: bool, as_nodes: bool) -> Any:

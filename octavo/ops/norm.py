@@ -99,7 +99,7 @@ class _Norm(FusibleOperation, nn.Module):
         grads, key = self._said(x.requires_grad, weight, bias)
         return Stage("norm", key, (weight, bias), (), grads != "")
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         if self.shared_by is not None:
             return None
         own: list[Tensor] = [p for p in (self.weight, self.bias) if p is not None]

@@ -170,13 +170,13 @@ class FusibleOperation(NoTorchScript):
         """Return this operation's stage for a call with x, which is a tensor, or an Edge inside a run."""
         raise NotImplementedError
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         """Return a call without keywords as the call cache finds it, without a check: its settings are all that
         `op_stage` and `why_not_fusible` read, but for the layout of tensors and x's own shape. `needs_dx` says whether
         x takes a gradient. None if the cache is not to be asked, as where the call joins no run."""
         return None
 
-    def op_note_hit(self, lookup: Lookup) -> None:
+    def _note_hit(self, lookup: Lookup) -> None:
         """Count a call that is a hit of the call cache, as `op_stage` counts another."""
 
     def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:

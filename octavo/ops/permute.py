@@ -21,7 +21,7 @@ class _RowOperation(FusibleOperation, nn.Module):
 
     op_is_elementwise = True
 
-    def op_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
         if not all([type(t) is Tensor for t in extras]):
             return None
         needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))

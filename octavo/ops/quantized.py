@@ -51,13 +51,6 @@ class WeightSide(NamedTuple):
     elsewhere: bool  # its gradient does not go through autograd
     has_auxiliary: bool  # the call returns tensors for the layer besides y
 
-    def settings(self) -> dict[str, Any]:
-        """Return the fields of the layer's config."""
-        return {
-            "weight": self.weight, "observe": self.observe, "measured": self.measured, "main_grad": self.main_grad,
-            "dummy_grad": self.dummy_grad, "deferred_wgrad": self.deferred_wgrad,
-        }  # fmt: skip
-
 
 class XCodes(NamedTuple):
     """The tensors of an x that arrived as codes."""
@@ -237,7 +230,7 @@ class Quantized(RecipeState):
             needs, trains, observes,
         )  # fmt: skip
 
-    def op_note_hit(self, lookup: Lookup) -> None:
+    def _note_hit(self, lookup: Lookup) -> None:
         if lookup.trains:
             self._codes.trained = True
         if lookup.observes:
@@ -245,30 +238,29 @@ class Quantized(RecipeState):
 
     def _looked_up(self, x: Any, *extras: Tensor) -> tuple[tuple[Any, ...] | None, Tensor | None]:
         """Return y of a call that is a hit of the call cache. Of another call: the settings by which a later one may
-        be a hit; None if there are none."""
-        if type(x) is not Tensor or torch.compiler.is_compiling() or x.device.type not in call_cache.DEVICES:
-            return None, None
-        lookup = self.op_lookup(x.requires_grad, extras)
+        be a hit; None if there are none. For an x that is a plain tensor on a device of `call_cache.DEVICES`, outside
+        of graphs."""
+        lookup = self._call_lookup(x.requires_grad, extras)
         if lookup is None:
             return None, None
         settings, tensors = (x.shape, x.requires_grad, *lookup.settings), [x, *lookup.tensors]
         hit = call_cache.find(settings, tensors)
         if hit is None:
             return settings, None
-        self.op_note_hit(lookup)
+        self._note_hit(lookup)
         return settings, run_hit(hit, tensors, lookup.buffers, self)[0]
 
     def _run_node(
         self, stage: Stage, x: Tensor | None, as_nodes: bool, shape: tuple[int, ...] | None = None
     ) -> Sequence[Tensor]:
-        """Runs the layer's node, inside of all collectives. Returns y, then extras; see `octavo.runtime.call`."""
+        """Run the layer's node, inside of all collectives. Return y, then auxiliary outputs."""
         return call(stage, x, as_nodes, self, shape)
 
     def _weight_side(
         self, recipe: Recipe, weights: Sequence[Tensor], grads: str, first: bool | Tensor | None, as_nodes: bool,
         has_codes: bool = False,
     ) -> WeightSide:  # fmt: skip
-        """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
+        """Return the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
         dry = process.dry > 0 or (as_nodes and runs_on_shapes(weights[0]))
         observe = recipe.stateful and self.training and not dry and torch.is_grad_enabled()
@@ -294,7 +286,7 @@ class Quantized(RecipeState):
         )  # fmt: skip
 
     def _written(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
-        """Returns the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
+        """Return the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
         target: Any = () if as_nodes else None
         if not grads:
             return target, None, None, None
@@ -309,9 +301,12 @@ class Quantized(RecipeState):
         **settings: Any,
     ) -> str:  # fmt: skip
         """Return the string of a call's config."""
-        settings |= side.settings()
-        settings |= {"grads": grads, "recompute_w_columns": not self.keep_weight_codes}
-        settings |= {"dtype": DTYPE_NAMES[x.dtype], "weight_dtype": DTYPE_NAMES[weight.dtype]}
+        settings |= {
+            "weight": side.weight, "observe": side.observe, "measured": side.measured, "main_grad": side.main_grad,
+            "dummy_grad": side.dummy_grad, "deferred_wgrad": side.deferred_wgrad, "grads": grads,
+            "dtype": DTYPE_NAMES[x.dtype], "weight_dtype": DTYPE_NAMES[weight.dtype],
+            "recompute_w_columns": not self.keep_weight_codes,
+        }  # fmt: skip
         if bias is not None:
             settings["bias_dtype"] = DTYPE_NAMES[bias.dtype]
         if codes.row:
@@ -332,7 +327,7 @@ class Quantized(RecipeState):
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 
     def backward_dw(self) -> None:
-        """Computes a weight gradient that `delay_wgrad_compute=True` left out of backward.
+        """Compute a weight gradient that `delay_wgrad_compute=True` left out of backward.
 
         Call it once for each backward: each call takes the oldest one that is pending, and adds the gradient to
         `weight.grad` or to `weight.main_grad`. Hooks of the weight fire here, once. If the call raises, call it again:
@@ -359,7 +354,7 @@ class Quantized(RecipeState):
         self._wgrad.deliver(self)
 
     def discard_dw(self, captured: bool = False) -> int:
-        """Discards the weight gradients that still wait for `backward_dw()`, such as those of warm-up calls.
+        """Discard the weight gradients that still wait for `backward_dw()`, such as those of warm-up calls.
 
         Args:
             captured: also discard those of backwards that were captured in a CUDA graph. Pass True after a capture that
@@ -431,13 +426,13 @@ def _cached_key(name: str, recipe_key: str, **settings: Any) -> str:
 
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
 def outside(module: Quantized, why: str, *arguments: Any) -> Any:
-    """Runs the module eagerly, outside the graph: raises if it is strict, else warns once."""
+    """Run the module eagerly, outside the graph: raise if it is strict, else warn once."""
     module._refuse(why)
     return module.forward(*arguments)
 
 
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:
-    """Returns the letters of the gradients that backward may compute; `x` says whether x requires one."""
+    """Return the letters of the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return ""
     return (

@@ -36,7 +36,7 @@ SEED = "rounding_seed"
 
 
 def unsupported_dtype_reason(dtype: torch.dtype) -> str:
-    """Returns why a weight of this dtype cannot be quantized; empty if it can."""
+    """Return why a weight of this dtype cannot be quantized; empty if it can."""
     if dtype in FLOATS:
         return ""
     if are_codes(dtype):
@@ -83,7 +83,7 @@ class RecipeState(FusibleOperation, nn.Module):
         strict: bool = True,
         path: str = "",
     ) -> None:
-        """Sets the settings, and makes the buffers that the recipe needs."""
+        """Set the settings, and make the buffers that the recipe needs."""
         optimizer_hooks.listen(self)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -104,7 +104,7 @@ class RecipeState(FusibleOperation, nn.Module):
         self.recipe = recipe  # type: ignore[assignment]
 
     def _tear_down(self) -> None:
-        """Undoes `_set_up`: removes all attributes and buffers that a plain module does not have."""
+        """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""
         self._codes.release(self)
         self._codes.drop(self)
         self._scaling.drop(self)
@@ -143,8 +143,8 @@ class RecipeState(FusibleOperation, nn.Module):
             self._schedule = None
 
     def _follow_schedule(self, changes: tuple[tuple[int, Recipe], ...], step: int, since: int) -> None:
-        """Make the layer change its recipe at these steps; `step` is the number of steps that the run has made, and
-        `since` the one from which on it has had the recipe of now."""
+        """Make the layer change its recipe at these steps; the run has made `step` steps, and has
+        had its recipe since step `since`."""
         assert self._recipe is not None
         self._schedule = RecipeSchedule(self._recipe, changes, step, since) if changes else None
 
@@ -177,14 +177,14 @@ class RecipeState(FusibleOperation, nn.Module):
         return self._scaling.unsupported_reason(recipe) if recipe is not None and recipe.stateful else ""
 
     def _prepare(self, recipe: Recipe) -> None:
-        """Makes the buffers that a recipe needs and the layer lacks."""
+        """Make the buffers that a recipe needs and the layer lacks."""
         if torch.compiler.is_compiling():
             self._now("_install_key", recipe.key)
         else:
             self._install(recipe)
 
     def _install_key(self, recipe_key: str) -> None:
-        """Makes the buffers of a recipe, given by its key, while a compiler traces."""
+        """Make the buffers of a recipe, given by its key, while a compiler traces."""
         self._install(resolve(recipe_key))
 
     def _install(self, recipe: Recipe) -> None:
@@ -204,7 +204,7 @@ class RecipeState(FusibleOperation, nn.Module):
             self._pending = self._load_recipe_state(self._pending)
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
-        """Returns the ambient recipe, or the unquantized one, for a layer without its own, and prepares its buffers."""
+        """Return the ambient recipe, or the unquantized one, for a layer without its own, and prepare its buffers."""
         if recipe is None:
             if not torch.compiler.is_compiling() and self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
@@ -221,7 +221,7 @@ class RecipeState(FusibleOperation, nn.Module):
     # -- its state -------------------------------------------------------------------------------------------------
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, buffer) for the state of recipes in this layer."""
+        """Yield (name, buffer) for the state of recipes in this layer."""
         for name in (*scaling.BUFFERS, SEED):
             buffer = self._hidden._buffers.get(name)
             if buffer is not None:
@@ -246,13 +246,13 @@ class RecipeState(FusibleOperation, nn.Module):
         self._hidden.follow(lambda buffer: buffer.to(device))
 
     def _place(self) -> torch.device:
-        """Returns the device of the parameters, without computing a parametrized weight."""
+        """Return the device of the parameters, without computing a parametrized weight."""
         found: Tensor | None = next(self.parameters(), None)
         found = next(self.buffers(), None) if found is None else found  # a weight may be a buffer
         return torch.device("cpu") if found is None else found.device
 
     def _reset_state(self) -> None:
-        """Makes the state as at construction: storage of a tensor from the meta device has no values yet."""
+        """Make the state as at construction: storage of a tensor from the meta device has no values yet."""
         remembered = self._scaling.recipe
         self._scaling.drop(self)
         self._hidden.drop([SEED])
@@ -261,7 +261,7 @@ class RecipeState(FusibleOperation, nn.Module):
                 self._prepare(recipe)
 
     def _reset_seed(self) -> None:
-        """Derives the seed of rounding again, after the parameters were initialised again."""
+        """Derive the seed of rounding again, after the parameters were initialised again."""
         if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
             self._seed = _seed_of(self, "")
             if (seed := self._hidden._buffers.get(SEED)) is not None:
@@ -301,20 +301,20 @@ class RecipeState(FusibleOperation, nn.Module):
     # -- as a module, and as a part of graphs --------------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a file, or of a copy: a `__deepcopy__` would be found through `torch.compile(layer)` too,
+        """Take the state of a file, or of a copy: a `__deepcopy__` would be found through `torch.compile(layer)` too,
         whose copy would be the plain layer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._listen()
 
     def _listen(self) -> None:
-        """Makes a copy, or a layer from a file, hear the steps of optimizers."""
+        """Make a copy, or a layer from a file, hear the steps of optimizers."""
         self._unplaced = True
         optimizer_hooks.listen(self)
         if self._scaling.recipe is not None:
             scaling.listen(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RecipeState":
-        """Applies `fn`. Hidden buffers follow the module's device."""
+        """Apply `fn`. Hidden buffers follow the module's device."""
         if not self._codes.held:
             self._codes.drop(self)
         self._scaling.forget_views()
@@ -332,7 +332,7 @@ class RecipeState(FusibleOperation, nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Loads, then moves recipe state to the weight's device, which changes if a loaded weight is assigned."""
+        """Load, then move recipe state to the weight's device, which changes if a loaded weight is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
         self._materialize_with_weight()
         self._unplaced = True  # FSDP may keep the weight elsewhere than calls have it
@@ -340,20 +340,20 @@ class RecipeState(FusibleOperation, nn.Module):
             self._weights_loaded()
 
     def _weights_loaded(self) -> None:
-        """Notes that weights were loaded."""
+        """Note that weights were loaded."""
         self._scaling.weights_loaded()
         self._codes.note_load()
 
     @while_tracing
     def _now(self, method: str, *arguments: Any) -> Any:
-        """Runs a method as plain Python while a compiler traces: one of this layer's, or as "owner.method" one of an
+        """Run a method as plain Python while a compiler traces: one of this layer's, or as "owner.method" one of an
         attribute's, with the layer as first argument. The compiler takes arguments and results as constants, so modules
         cannot be among them."""
         owner, _, name = method.rpartition(".")
         return getattr(getattr(self, owner), name)(self, *arguments) if owner else getattr(self, name)(*arguments)
 
     def _refuse(self, why: str) -> None:
-        """Raises the reason why this layer cannot be in a graph; without `strict`, warns once."""
+        """Raise the reason why this layer cannot be in a graph; without `strict`, warn once."""
         if self.strict:
             raise UnsupportedConfig(why)
         if not self._warned:
@@ -366,7 +366,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _seed_of(module: Any, path: str) -> int:
-    """Returns the seed of stochastic rounding: a hash of torch's generator state, the layer's path and its sizes.
+    """Return the seed of stochastic rounding: a hash of torch's generator state, the layer's path and its sizes.
     It draws no random numbers, so parameters and dropout are the same as without it."""
     generator = torch.get_rng_state()
     state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real bytes, even under fake tensors

@@ -56,7 +56,7 @@ class Lookup(NamedTuple):
     tensors: list[Tensor]  # its inputs, flat, without x
     buffers: tuple[Any, ...]  # that backward writes to
     needs: bool  # whether it wants any gradient, so that its y requires one
-    # an operation with a weight hears of a hit (`op_note_hit`):
+    # an operation with a weight hears of a hit (`_note_hit`):
     trains: bool = False  # the weight takes a gradient
     observes: bool = False  # running amaxes are raised
 

@@ -57,7 +57,7 @@ class ChainLayer(Layer):
         return sum(config.auxiliary_sizes)
 
     def intermediates_size(self, config: Config) -> int:
-        return config.kept_count + sum(config.intermediates_sizes)
+        return int(config.kept_count + sum(config.intermediates_sizes))
 
     def saved_size(self, config: Config) -> int:
         return sum(config.saved_sizes)
@@ -294,8 +294,8 @@ def _with(inputs: Any, field: int, value: Any) -> Any:
 
 
 def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> ForwardResult:
-    """Join the results of all stages into the chain's: y and side outputs; extras; values between stages that one of
-    them keeps, then intermediates."""
+    """Join the results of all stages into the chain's: y and side outputs; auxiliary outputs; values between
+    stages that one of them keeps, then intermediates."""
     for i in range(1, len(stages)):
         stages[i] = stages[i]._replace(x=made[i - 1].outputs[0])
     sides = [m.outputs[1 + k] for m, shown in zip(made, config.shown, strict=True) for k in shown]

@@ -16,6 +16,24 @@ class ChainStep(NamedTuple):
     last: int
 
 
+def _spans(sizes: Sequence[int], start: int = 0) -> list[slice]:
+    spans = []
+    for size in sizes:
+        spans.append(slice(start, start + size))
+        start += size
+    return spans
+
+
+def _answers(question: str) -> Any:
+    """Return a property: for each stage, what its layer answers."""
+    return cached_property(lambda self: tuple(getattr(layer, question)(stage) for layer, stage in self.pairs))
+
+
+def _places(sizes: str, start: int = 0) -> Any:
+    """Return a property: for each stage, the places of as many tensors as this property says."""
+    return cached_property(lambda self: _spans(getattr(self, sizes), start))
+
+
 @register("chain")
 class Config(Value):
     stages: tuple[Value, ...] = ()  # the stages' configs
@@ -46,32 +64,21 @@ class Config(Value):
             if any(self.active[step.first : step.last])
         )  # fmt: skip
 
-    @cached_property
-    def active(self) -> tuple[bool, ...]:
-        """Whether each stage has a backward. A stage whose only gradient goes to a buffer has one, though it returns
-        none."""
-        return tuple(layer.has_backward(stage) for layer, stage in self.pairs)
+    # for each stage, the layer's answer
+    active = _answers("has_backward")  # true also for a stage whose only gradient goes to a buffer, and returns none
+    wanted = _answers("wants")
+    auxiliary_sizes = _answers("auxiliary")
+    intermediates_sizes = _answers("intermediates_size")
+    saved_sizes = _answers("saved_size")
+    buffers_sizes = _answers("buffers_size")
 
-    @cached_property
-    def wanted(self) -> tuple[tuple[bool, ...], ...]:
-        return tuple(layer.wants(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def auxiliary_sizes(self) -> tuple[int, ...]:
-        """The number of auxiliary outputs of each stage; the sizes below likewise."""
-        return tuple(layer.auxiliary(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def intermediates_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.intermediates_size(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def saved_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.saved_size(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def buffers_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.buffers_size(stage) for layer, stage in self.pairs)
+    # the places of each stage's tensors among the chain's: of its inputs without x, of side outputs that are outputs …
+    input_spans = _places("fields", 1)
+    shown_spans = _places("shown_counts", 1)
+    auxiliary_spans = _places("auxiliary_sizes")
+    intermediates_spans = cached_property(lambda self: _spans(self.intermediates_sizes, self.kept_count))
+    saved_spans = _places("saved_sizes")
+    buffer_spans = _places("buffers_sizes")
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
@@ -97,31 +104,6 @@ class Config(Value):
     def shown_counts(self) -> tuple[int, ...]:
         """For each stage, how many of its side outputs are outputs of the chain."""
         return tuple(len(shown) for shown in self.shown)
-
-    @cached_property
-    def input_spans(self) -> list[slice]:
-        """The places of each stage's inputs, without x, among the chain's inputs; the spans below likewise."""
-        return _spans(self.fields, 1)
-
-    @cached_property
-    def shown_spans(self) -> list[slice]:
-        return _spans(self.shown_counts, 1)
-
-    @cached_property
-    def auxiliary_spans(self) -> list[slice]:
-        return _spans(self.auxiliary_sizes)
-
-    @cached_property
-    def intermediates_spans(self) -> list[slice]:
-        return _spans(self.intermediates_sizes, self.kept_count)
-
-    @cached_property
-    def saved_spans(self) -> list[slice]:
-        return _spans(self.saved_sizes)
-
-    @cached_property
-    def buffer_spans(self) -> list[slice]:
-        return _spans(self.buffers_sizes)
 
     @cached_property
     def kept_count(self) -> int:
@@ -165,11 +147,3 @@ def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[ChainSt
         steps += [ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, first)]
         steps.append(ChainStep(name, first, last))
     return (*steps, *[ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, count)])
-
-
-def _spans(sizes: Sequence[int], start: int = 0) -> list[slice]:
-    spans = []
-    for size in sizes:
-        spans.append(slice(start, start + size))
-        start += size
-    return spans

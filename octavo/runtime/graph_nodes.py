@@ -463,7 +463,7 @@ def _into_chain(key: str) -> str:
 
 
 def sac_save_ops() -> tuple[Callable[..., Any], ...]:
-    """Returns the operators that a selective activation checkpoint should save.
+    """Return the operators that a selective activation checkpoint should save.
 
     A policy that saves them keeps the outputs and codes of Octavo's layers, so that backward does not run their forward
     again.

@@ -94,6 +94,8 @@ class DelayedScaling:
     """Tracks the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
     tensor of its own."""
 
+    _last_views: _Views | None = None  # of the buffers, at the last call; a class attribute for layers from older files
+
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
         self.slots = 1  # of each operand, in a row, that lend inverse scales to each other
@@ -107,11 +109,10 @@ class DelayedScaling:
         self.said = False  # whether it has warned that a step is overdue
         self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
         self.all_reduced_number = 0  # of amaxes that all ranks were found to have, at the model's first layer
-        self._views: _Views | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of other versions, and forwards and updates of its own to come
-        return {**self.__dict__, "_views": None, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
+        return {**self.__dict__, "_last_views": None, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
                 "all_reduced_number": 0}  # fmt: skip
 
     def unsupported_reason(self, recipe: Recipe) -> str:
@@ -145,7 +146,7 @@ class DelayedScaling:
         listen(module)
 
     def forget_views(self) -> None:
-        self._views = None
+        self._last_views = None
 
     def drop(self, module: Any) -> None:
         _LISTENERS.discard(module)
@@ -164,29 +165,30 @@ class DelayedScaling:
         are observed, the running amaxes of x and w. All are views of the buffers."""
         buffers = module._hidden._buffers
         scale, amax = buffers[FORWARD["inverse_scale"]], buffers[FORWARD["running_amax"]]
-        views = None if torch.compiler.is_compiling() else self._views
+        views = None if torch.compiler.is_compiling() else self._last_views
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
         if (
             views is None or views.scale is not scale or views.amax is not amax or type(scale) is FakeTensor
             or views.addresses != (scale.data_ptr(), amax.data_ptr())
         ):  # fmt: skip
-            views = self._made_views(scale, amax)
+            views = self._make_views(scale, amax)
         scales: Parts = (*views.scales, buffers[BACKWARD["inverse_scale"]])
         if measured:
             scales = (*scales, *_halves(buffers[FORWARD["head"]]), buffers[BACKWARD["head"]])
         return scales, views.amaxes if observe else ()
 
-    def _made_views(self, scale: Tensor, amax: Tensor) -> "_Views":
+    def _make_views(self, scale: Tensor, amax: Tensor) -> "_Views":
         if torch.compiler.is_compiling() or type(scale) is FakeTensor or dispatch_depth():
             return _Views(scale, amax, (0, 0), _halves(scale), _halves(amax))  # a mode may make views without data
-        self._views = _Views(scale, amax, (scale.data_ptr(), amax.data_ptr()), _halves(scale), _halves(amax))
-        return self._views
+        self._last_views = _Views(scale, amax, (scale.data_ptr(), amax.data_ptr()), _halves(scale), _halves(amax))
+        return self._last_views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
     def measures(self, weight: str, grads: str, codes: bool) -> str:
-        """Letters of the operands that a call measures: those in `cold` that it casts. It scales them by their own
-        amax, unless the device knows that a step has seen them. Usually there are none: ask `cold` first."""
+        """Return the letters of the operands that a call measures: those in `uncalibrated` that it casts. It scales
+        them by their own amax, unless the device knows that a step has seen them. Usually there are none: ask
+        `uncalibrated` first."""
         letters = "x" if "x" in self.uncalibrated and not codes else ""
         letters += "w" if "w" in self.uncalibrated and weight == "plain" else ""
         letters += "d" if "d" in self.uncalibrated and ("x" in grads or "w" in grads) else ""
@@ -255,8 +257,8 @@ class DelayedScaling:
             self.say_unrestored()
 
     def updated(self, version: int) -> None:
-        """Count an update that an optimizer reports: a graph counts nothing. Of two optimizers that end a step at one
-        version of the weights, one has stepped the other."""
+        """Count an update that an optimizer reports: a graph counts nothing. Two reports with one version of the
+        weights are one update: an optimizer that wraps another reports what the inner one has reported."""
         self._updates += version != self._counted
         self._counted = version
         self._version = None

@@ -56,11 +56,11 @@ def room_for(kind: Kind, dtype: torch.dtype, device: torch.device, *, groups: in
     layer = LAYERS[kind.layer]
     shape = kind.shape if groups is None else (groups, *kind.shape[1:])
     row, column = layer.abstract_weight(layer.config(kind.key), TensorProto(shape, dtype, device))
-    return _room(row), _room(column)
+    return room_of(row), room_of(column)
 
 
-def _room(proto: Any) -> Parts:
-    """Memory for codes, which are bytes, and scales."""
+def room_of(proto: Any) -> Parts:
+    """Allocate memory for codes, which are bytes, and scales; none if there are no such codes."""
     if proto is None:
         return ()
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
