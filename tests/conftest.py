@@ -55,7 +55,7 @@ def _fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_recorded() -> None:
     """A test that counts calls, or replaces functions, sees its own first ones."""
-    from octavo.runtime.replay import calls
+    from octavo.runtime import call_cache as calls
 
     calls.forget()
 

@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "gradients at a fork are added the first use first",
-        "octavo/runtime/chain.py",
+        "octavo/runtime/chain_config.py",
         "return tuple(sorted(self.routes, reverse=True))",
         "return tuple(sorted(self.routes))",
         "tests/fusion/test_fork_order.py::test_gradients_at_a_fork_are_added_the_last_use_first",
@@ -192,15 +192,15 @@ FAULTS = (
     # -- graphs and replays
     Fault(
         "the digest of graphs leaves a room out",
-        "octavo/runtime/graph_nodes.py",
+        "octavo/runtime/digest.py",
         "not in NOT_IN_GRAPHS:",
         'not in (*NOT_IN_GRAPHS, "ops"):',
         "tests/runtime/test_operators_by_name.py::test_another_process_with_other_sources_has_another_digest",
     ),
     Fault(
         "a replay runs for memory of another alignment",
-        "octavo/runtime/replay/calls.py",
-        "        and list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS)) == found.ends",
+        "octavo/runtime/call_cache.py",
+        "        and list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS)) == hit.ends",
         "       ",
         "tests/runtime/test_replay.py::test_a_call_of_another_alignment_does_not_run_the_replay_of_the_last_one",
     ),

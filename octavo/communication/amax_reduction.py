@@ -19,20 +19,20 @@ Specs = Sequence[Quantizer | None]  # x's row and column, w's row and column
 
 
 def agree(
-    layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, settings: dict[str, Any], grads: str,
+    layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, side: Any, grads: str,
     as_nodes: bool, splits: Tensor | None = None,
 ) -> tuple[str, Parts]:  # fmt: skip
     """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes: row's and
-    column's of each. x is None if it arrived as codes. With the `splits` of a grouped layer, there is an amax for each
-    group."""
-    quant, delayed, measured = recipe.linear(), recipe.stateful, settings["measured"]
+    column's of each. x is None if it arrived as codes; `side` is the weight's part in the call, a `WeightSide`. With
+    the `splits` of a grouped layer, there is an amax for each group."""
+    quant, delayed, measured = recipe.linear(), recipe.stateful, side.measured
     specs: list[Quantizer | None] = [None] * 4
     letters = ""
     if parallel.mode == "row" and x is not None and (not delayed or "x" in measured):
         column = quant.wgrad.right if "w" in grads else None
         specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
         letters += "x" if any([spec is not None for spec in specs]) else ""
-    if settings["weight"] == "plain" and (not delayed or "w" in measured):
+    if side.weight == "plain" and (not delayed or "w" in measured):
         specs[2:] = _weight_specs(recipe)
         letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
     if not letters:

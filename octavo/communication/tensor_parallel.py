@@ -56,16 +56,6 @@ class Parallel(NamedTuple):
         return f"parallel_mode={self.mode!r}, sequence_parallel={self.sequence}{group}"
 
 
-class Given(NamedTuple):
-    """The results of the collectives before one call of a layer."""
-
-    parallel: Parallel | None = None
-    columns: Parts = ()  # x's codes by column, besides those by row
-
-
-NOTHING = Given()
-
-
 def parallel_of(
     title: str, parallel_mode: str | None, sequence_parallel: bool, tp_group: Any, gather_again: bool = False,
     blocks: int = 1,
@@ -334,12 +324,8 @@ def _cast(
         all_reduced = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measured='{measured}')"
-    inputs = (
-        scaling.inputs(layer, measured) if delayed else (),
-        scaling.running_amaxes(layer) if observe else (),
-        all_reduced, columns,
-    )  # fmt: skip
-    _, *parts = call(Stage("shard-cast", key, inputs, (), False), x, as_nodes)
+    scales, amaxes = scaling.of_call(layer, measured, observe) if delayed else ((), ())
+    _, *parts = call(Stage("shard-cast", key, (scales, amaxes, all_reduced, columns), (), False), x, as_nodes)
     number = 3 if row.two_level else 2
     return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)])
 

@@ -20,7 +20,8 @@ from octavo.ops.inputs import arrived, check_layout
 from octavo.ops.operation import FusibleOperation, check_columns, has_hooks
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
-from octavo.runtime.call import Stage, call
+from octavo.runtime import call_cache
+from octavo.runtime.call import Stage, call, run_hit
 from octavo.text import plural
 
 
@@ -48,7 +49,7 @@ class OperationFuser:
         if not ops:
             raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
         self.ops, self.rules = tuple(ops), rules
-        self._logged: set[str] = set()
+        self._logged: dict[str, Planned] = {}  # plans that were logged, by their keys
         self.is_quiet = False  # whether no plan is logged, as `explain` needs
         self._known: tuple[Any, ...] = (None,)  # the global rules at the last lookup, and its result
 
@@ -73,7 +74,7 @@ class OperationFuser:
         return plan.key not in self._logged and not self.is_quiet
 
     def _log(self, names: Sequence[str], plan: Planned) -> None:
-        self._logged.add(plan.key)
+        self._logged[plan.key] = plan
         tell(names, plan)
 
     @while_tracing
@@ -148,8 +149,13 @@ class OperationFuser:
             return made
         given: list[tuple[Any, ...]] = []
         at = 0
+        settings: tuple[Any, ...] | None = None
         if steps[0].op.op_is_elementwise and not torch.compiler.is_compiling():
             check_columns(self.ops, getattr(x, COLUMN_BLOCKS, 0))
+        if len(steps) > 1 and not self.is_quiet and type(x) is Tensor and not torch.compiler.is_compiling():
+            settings, y = self._cached(x, steps, number, records)
+            if y is not None:
+                return y, [()] * len(steps)
         while at < len(steps):
             end = _run_end(steps, at, x)
             if steps[at].op.parallel is not None:
@@ -171,7 +177,8 @@ class OperationFuser:
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
                 if steps[at].op.parallel is not None:
                     x = steps[at].op.op_begin(x)
-                x, made_by_each = _run(part, x, number, records, later, self)
+                whole = settings if len(part) == len(steps) else None
+                x, made_by_each = _run(part, x, number, records, later, self, whole)
                 if steps[end - 1].op.parallel is not None:
                     x = steps[end - 1].op.op_finish(x)
                 given += made_by_each
@@ -181,6 +188,34 @@ class OperationFuser:
                         channels[name] = t
             at = end
         return x, given
+
+    def _cached(
+        self, x: Tensor, steps: list[Step], rules: int, records: list[Any] | None
+    ) -> tuple[tuple[Any, ...] | None, Tensor | None]:
+        """Return y of a call that is a hit of the call cache, in which all steps were one run. Of another call: the
+        settings by which a later one may be a hit; None if there are none."""
+        if x.device.type not in call_cache.DEVICES:
+            return None, None
+        lookups, needs = [], x.requires_grad and torch.is_grad_enabled()
+        for op, extras, kwargs, _, drains in steps:
+            alone = kwargs or drains or has_hooks(op) or op.op_hooked or op.op_runs_its_forward
+            lookup = None if alone or "forward" in op.__dict__ else op._call_lookup(needs, extras)
+            if lookup is None:
+                return None, None
+            lookups.append(lookup)
+            needs = lookup.needs
+        settings = (rules, x.shape, x.requires_grad, *[lookup.settings for lookup in lookups])
+        tensors = [x, *[t for lookup in lookups for t in lookup.tensors]]
+        hit = call_cache.find(settings, tensors)
+        plan = None if hit is None else self._logged.get(hit.context[0].key)
+        if hit is None or plan is None:  # each fuser logs a plan once
+            return settings, None
+        if records is not None:
+            records.append(Record(steps, plan))
+        for step, lookup in zip(steps, lookups, strict=True):
+            if lookup.trains or lookup.observes:
+                step.op._note_hit(lookup)
+        return settings, run_hit(hit, tensors, [t for lookup in lookups for t in lookup.buffers], self)[0]
 
 
 def _run_end(steps: list[Step], at: int, x: Any) -> int:
@@ -304,8 +339,10 @@ def _run(
     records: list[Any] | None = None,
     later: Collection[str] = (),
     fuser: OperationFuser | None = None,
+    settings: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """Run the steps as one chain. `later` are the channels that steps after it read."""
+    """Run the steps as one chain. `later` are the channels that steps after it read; `settings` those by which the
+    call cache did not find it."""
     check_layout(type(steps[0].op).__name__, x)
     as_nodes = run_takes_nodes(steps, x)
     stages, hidden, fields, plan = planned_run(steps, x, rules, later, as_nodes, fuser)
@@ -316,7 +353,15 @@ def _run(
     needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
     unchanged = [t for stage in stages for t in stage.unchanged]
     whole = Stage(
-        "chain", plan.key, fields[1:], buffers, needs, anchored=anchored, unchanged=unchanged, out=stages[-1].out
+        "chain",
+        plan.key,
+        fields[1:],
+        buffers,
+        needs,
+        anchored=anchored,
+        unchanged=unchanged,
+        out=stages[-1].out,
+        settings=settings,
     )
     made = call(whole, x, as_nodes, fuser)
     for stage, (start, stop) in zip(stages, plan.auxiliary, strict=True):

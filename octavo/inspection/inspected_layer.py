@@ -35,7 +35,8 @@ from octavo.ops.quantized import SEED, Quantized
 from octavo.quant import GradientCodes, QTensor
 from octavo.recipes.ambient import ambient
 from octavo.runtime.call import Stage
-from octavo.runtime.graph_nodes import DIGEST, layer_named
+from octavo.runtime.contract import LAYERS
+from octavo.runtime.digest import DIGEST
 from octavo.runtime.packing import pack
 
 STATS = "inspection_stats"  # the hidden buffer
@@ -70,6 +71,9 @@ class Inspected(Quantized):
     def why_not_fusible(self, x: Any) -> str:
         own: str = _own(self, "why_not_fusible")(x)
         return WATCHED if _switch(self).inside else own
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> None:
+        """Keep the call out of the call cache: `_run_node` records its tensors."""
 
     def _split_over_ranks(self) -> Parallel | None:
         parallel: Parallel | None = _own(self, "_split_over_ranks")()
@@ -172,7 +176,7 @@ def _own(layer: Any, name: str) -> Any:
 @while_tracing
 def _settings(name: str, key: str) -> tuple[bool, bool, str]:
     """Whether a call takes x as codes, whether it returns y as codes, and its recipe."""
-    config = layer_named(name).config(key)
+    config = LAYERS[name].config(key)
     return config.x == "codes", getattr(config, "quantize_output", False), config.recipe.key
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
-from octavo.ops.grouped_linear import splits_on
+from octavo.ops.grouped_inputs import splits_on
 from octavo.ops.grouped_linear_layer import Buffers, Inputs, unsupported_reason
 from octavo.ops.inputs import arrived, check_input, check_weight
 from octavo.ops.linear_config import call_key

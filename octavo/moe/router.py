@@ -8,7 +8,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo.errors import check_whole
 from octavo.moe.router_logits_layer import product
 from octavo.ops.inputs import arrived, check_input
-from octavo.ops.split_linear import check_features
+from octavo.ops.split_layer import check_features
 from octavo.runtime.call import Stage, call, takes_nodes
 from octavo.runtime.contract import DTYPE_NAMES
 

@@ -21,6 +21,7 @@ from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation, has_shape, last_dim
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
+from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
 from octavo.text import plural
 from octavo.values import Value
@@ -119,6 +120,12 @@ class Activation(FusibleOperation, nn.Module):
             _check_scales(type(self).__name__, x, scales)
         width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else None
         return stage_of(self._settings, x, width, scales=scales)
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        if not all([type(t) is Tensor for t in extras]):
+            return None
+        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))
+        return Lookup((type(self).__name__, self._settings, torch.is_grad_enabled()), list(extras), (), needs)
 
     def _check(self, x: Tensor | Edge) -> None:
         title = type(self).__name__

@@ -1,20 +1,17 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
 import math
-import operator
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from octavo import backend
 from octavo._torch.fakes import FakeTensor
-from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
-from octavo.communication.all_reduced_amaxes import scales_whole
+from octavo._torch.tracing import is_inside_operator
 from octavo.communication.amax_reduction import agree
 from octavo.communication.groups import Group
-from octavo.communication.rank_checks import check_ranks, number_layer
+from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
     SPLIT,
     check_blocks,
@@ -25,40 +22,39 @@ from octavo.communication.tensor_parallel import (
 )
 from octavo.errors import (
     UnsupportedConfig,
-    UnsupportedDevice,
     UnsupportedDtype,
     UnsupportedShape,
     check_choice,
     check_whole,
     is_whole,
 )
-from octavo.formats import FLOATS
 from octavo.kernels import grouped_gemm
-from octavo.memory import joined_rows
-from octavo.ops.grouped_linear_layer import Config, layer, turns
+from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
+from octavo.ops.grouped_linear_layer import layer, turns
 from octavo.ops.grouped_linear_layer import unsupported_reason as grouped_unsupported_reason
-from octavo.ops.inputs import arrived, check_input, check_weight
-from octavo.ops.linear_config import call_key, known_key
-from octavo.ops.operation import Edge, has_shape
-from octavo.ops.published_codes import refuse_codes, way_to_values
-from octavo.ops.quantized import outside, settings_of, wanted
-from octavo.ops.split_grouped_linear import SplitGroupedLinear
+from octavo.ops.grouped_memory import CallersMemory
+from octavo.ops.grouped_parameters import convert_layout, join, joined, register, stacked
+from octavo.ops.inputs import autocast_input, check_input, check_weight
+from octavo.ops.operation import has_shape
+from octavo.ops.published_codes import refuse_codes
+from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
+from octavo.ops.split_layer import SplitLayer, check_features
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
-from octavo.quant.groups import MAX_GROUPS, check_values, split
+from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
 from octavo.recipes.ambient import ambient
+from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, takes_nodes
+from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
-from octavo.runtime.transforms import refuse_active, refuse_tangents
-from octavo.values import Value, shown
-from octavo.weights.quantized_weight import QuantizedWeight, linked_anchor, parameter
+from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.unsupported_wgrad import unsupported_in_graph
 
 
-class GroupedLinear(SplitGroupedLinear):
+class GroupedLinear(SplitLayer):
     """One linear layer for each group of rows: y[g] = x[g] · W[g]ᵀ + b[g]. Experts of a mixture are the usual groups.
 
     The caller packs the rows of all groups in one tensor, one group after the other, and passes the number of rows of
@@ -84,7 +80,7 @@ class GroupedLinear(SplitGroupedLinear):
             saves the write.
         keep_weight_codes: whether forward keeps the weights' column codes for backward, one byte for each weight. With
             False backward makes them again: from the weights, or where a scale covers a weight or 128 x 128 blocks by
-            turning cached row codes around, so that a cache holds row codes alone. More time, less memory.
+            transposing cached row codes, so that a cache holds row codes alone. More time, less memory.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
         parallel_mode: how the weights are split over the ranks of `tp_group`: "column" gives each rank a part of the
@@ -112,6 +108,7 @@ class GroupedLinear(SplitGroupedLinear):
 
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "grouped-linear"
+    TITLE: ClassVar[str] = "GroupedLinear"
 
     def __init__(
         self,
@@ -147,14 +144,14 @@ class GroupedLinear(SplitGroupedLinear):
         self.scales_per_operand = num_groups
         self.tail, self.scale_bias = tail, scale_bias
         self.keep_weight_codes = keep_weight_codes
-        self._weight_names = _register(
+        self._weight_names = register(
             self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),
             single_grouped_weight,
         )  # fmt: skip
         self._bias_names: list[str] = []
         if bias:
             whole = torch.empty(num_groups, out_features, device=device, dtype=dtype)
-            self._bias_names = _register(self, "bias", whole, single_grouped_bias)
+            self._bias_names = register(self, "bias", whole, single_grouped_bias)
         elif single_grouped_bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -162,7 +159,7 @@ class GroupedLinear(SplitGroupedLinear):
         number_layer(self)
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters of each group as nn.Linear does, and derives the seed of stochastic rounding anew.
+        """Initialise the parameters of each group as nn.Linear does, and derive the seed of stochastic rounding anew.
         A part of a weight is that of the whole weight: seed all ranks alike.
 
         Example:
@@ -192,41 +189,22 @@ class GroupedLinear(SplitGroupedLinear):
     def _names_of_weights(self) -> list[str]:
         return self._weight_names
 
+    def _sizes(self) -> tuple[int, ...]:
+        return self.num_groups, self.in_features, self.out_features
+
     def _whole_weight(self) -> Tensor:
         own = self._weight_parts()
-        if self._is_single:
-            return own[0]
         first: Any = own[0]
+        if self._is_single:
+            return first  # type: ignore[no-any-return]
         if isinstance(first, QuantizedWeight):
             return first.whole()
-        joined = None if torch.compiler.is_compiling() else _joined(own)
-        return torch.stack(list(own)) if joined is None else joined
-
-    def _set_weights(self, whole: Tensor) -> None:
-        own = self._weight_parts()
-        parts = [whole] if self._is_single else list(whole.unbind())
-        for name, old, part in zip(self._weight_names, own, parts, strict=True):
-            new = parameter(part, old) if isinstance(part, QuantizedWeight) else nn.Parameter(part, old.requires_grad)
-            self.register_parameter(name, new)
+        whole = None if torch.compiler.is_compiling() else joined(own)
+        return torch.stack(list(own)) if whole is None else whole
 
     @property
     def _is_single(self) -> bool:
         return self._weight_names[0] == "weight"
-
-    def _stacked_weight(self, own: Sequence[Tensor]) -> Tensor:
-        """Returns the weight [G, N, K]; its gradient flows to the parameters."""
-        if type(own[0]) is QuantizedWeight:
-            return linked_anchor(own)
-        if self._is_single:
-            return own[0]
-        if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
-            return torch.stack(list(own))
-        try:
-            found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            refuse_active(error)
-            raise
-        return found
 
     def _stacked_bias(self) -> Tensor | None:
         if not self._bias_names:
@@ -235,10 +213,6 @@ class GroupedLinear(SplitGroupedLinear):
         if type(parts[0]) is not nn.Parameter:
             check_weight("GroupedLinear", parts[0], "its bias")
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
-
-    def op_describe(self) -> str:
-        sizes = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
-        return f"{sizes} at {self._path!r}" if self._path else sizes
 
     def _recipe_unsupported_reason(self, recipe: Recipe | None) -> str:
         return ("" if recipe is None else grouped_unsupported_reason(recipe)) or super()._recipe_unsupported_reason(
@@ -261,50 +235,44 @@ class GroupedLinear(SplitGroupedLinear):
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]
-        """Counts the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
+        """Count the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
         return 2 if self.scale_bias and self._bias_names else 1
 
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, Config)
-
     def why_not_fusible(self, x: Any) -> str:
-        if self.op_ends_run():
-            if self._bias_names:
-                return SPLIT  # its bias, of each row's group, is added after the sum
-            recipe = self._recipe or self._followed(ambient.recipe)
-            if scales_whole(recipe.linear().fprop.left) and (not recipe.stateful or "x" in self._scaling.uncalibrated):
-                return SPLIT  # the ranks agree on the amaxes of x before it is cast
+        if self.parallel is not None and self.op_ends_run() and (self._bias_names or self._agrees_on_x()):
+            return SPLIT  # the bias of each row's group is added after the sum
         if x.dim() != 2:
             return "x has other than two dims, and a run of grouped layers takes rows"
-        if torch.compiler.is_compiling():
-            if self.delay_wgrad_compute:
-                return "its dW is deferred, and in a graph that takes a node of its own"
-            if unsupported_in_graph(self):
-                return "it does not compile"
-        return ""
+        return self._why_alone_in_graph() if torch.compiler.is_compiling() else ""
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         splits, *scales = extras
         return self(x, splits, scales=scales[0] if scales else None, **kwargs)
 
     def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
-        return self._unsupported_buffer(kwargs.get("out"), kwargs.get("dgrad_out"))
+        return CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out")).unsupported_reason(self)
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        if torch.compiler.is_compiling():
-            self._now("_settle_with_weight")
-        elif self._unplaced:
-            self._settle_with_weight()
+        if torch.compiler.is_compiling() or self._unplaced:
+            self._materialize_for_call()
         weights = self._weight_parts()
         check_input("GroupedLinear", x, owner=self)
-        self._check_fit(x, weights[0])
+        check_features(x, weights[0], "GroupedLinear", dims=2)
         splits = splits_on(weights[0].device, extras[0], self.num_groups, x.shape[0])
-        scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
+        scales = bias_scales(extras[1] if len(extras) > 1 else None, x, self.num_extra_inputs == 2)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
-        if has_shape(x):
-            self._check_ranks(x, weights[0])
+        if self.parallel is not None and has_shape(x):
+            self._check_parallel(x, weights[0])
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        if len(extras) != 1 or type(extras[0]) is not Tensor or not self._is_single or len(self._bias_names) > 1:
+            return None
+        weight, bias = self._own_parts(has_bias=len(self._bias_names) > 0)
+        if type(weight) is not nn.Parameter or self._bias_names not in ([], ["bias"]):
+            return None
+        lookup = self._lookup(needs_dx, weight, bias, extras, self.tail, self.scales_dy_alone)
+        return None if lookup is None else lookup._replace(buffers=(*lookup.buffers, None, None))
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +286,7 @@ class GroupedLinear(SplitGroupedLinear):
         scales: Tensor | None = None,
         dy_codes: GradientCodes | None = None,
     ) -> Tensor:
-        """Multiplies each group of rows by its own weight.
+        """Multiply each group of rows by its own weight.
 
         `out` and `dgrad_out` let the caller provide memory. The layer writes y and dx there without a copy, and leaves
         the tail of the buffers as it is. The returned tensor shares the memory of `out` and is part of autograd's
@@ -328,7 +296,7 @@ class GroupedLinear(SplitGroupedLinear):
         Args:
             input: x [..., in_features], whose leading dims are flattened to rows; or a `GroupedTensor` of rows. The
                 layer multiplies codes of its recipe's fprop as they are. For dw it uses columns that come with them;
-                it turns row codes around if one scale covers a group; it casts the values of other row codes in
+                it transposes row codes if one scale covers a group; it casts the values of other row codes in
                 backward. Codes of another quantizer are dequantized first.
             m_splits: the number of rows of each group, int32 or int64 on the device of the layer. A list, or a tensor
                 on another device, is copied there, except in a graph, where it raises. A GroupedTensor has its own
@@ -360,230 +328,127 @@ class GroupedLinear(SplitGroupedLinear):
             >>> y.data_ptr() == out.data_ptr()
             True
         """
-        if torch.compiler.is_compiling() and (
-            why := unsupported_in_graph(self) or self._unsupported_buffer(out, dgrad_out) or self._dy_refusal(dy_codes)
-        ):
+        buffers = CallersMemory(out, dgrad_out, dy_codes)
+        if torch.compiler.is_compiling() and (why := unsupported_in_graph(self) or buffers.unsupported_reason(self)):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             y: Tensor = outside.call(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
-        if torch.compiler.is_compiling():
-            self._now("_settle_with_weight")
-        elif self._unplaced:
-            self._settle_with_weight()
+        settings, plain = None, type(input) is Tensor and type(m_splits) is Tensor and input.dim() == 2
+        alone = all([t is None for t in (is_first_microbatch, out, dgrad_out, scales, dy_codes)])
+        if plain and alone and not torch.compiler.is_compiling() and input.device.type in call_cache.DEVICES:
+            input = autocast_input("GroupedLinear", input, self)
+            settings, hit = self._looked_up(input, m_splits)  # type: ignore[arg-type]
+            if hit is not None:
+                return hit
+        return self._forward(input, m_splits, is_first_microbatch, buffers, scales, settings)
+
+    def _forward(
+        self, input: Any, m_splits: Any, is_first_microbatch: Any, buffers: CallersMemory, scales: Any,
+        settings: tuple[Any, ...] | None,
+    ) -> Tensor:  # fmt: skip
+        """Return y of a call that the call cache does not have; `settings` are those by which it looked."""
+        if torch.compiler.is_compiling() or self._unplaced:
+            self._materialize_for_call()
         weights = self._weight_parts()  # read once: each read of a parametrized weight computes it
-        codes = NO_CODES
+        codes, dy_codes = NO_CODES, buffers.dy_codes
         if isinstance(input, GroupedTensor):
-            input, m_splits, codes = self._codes_of(input, m_splits, weights[0])
-        x = self._input(input, weights[0])
+            quant = (self._recipe or self._followed(ambient.recipe)).linear()
+            input, m_splits, codes = codes_of(input, m_splits, self.num_groups, weights[0], quant)
+        x = autocast_input("GroupedLinear", input, self)
+        check_features(x, weights[0], "GroupedLinear", dims=2)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         splits = splits_on(weights[0].device, m_splits, self.num_groups, rows.shape[0])
-        scales = self._bias_scales(scales, rows)
-        parallel = self._split_over_ranks()
+        scales = bias_scales(scales, rows, self.num_extra_inputs == 2)
+        parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is not None:
-            self._check_split(parallel, out, dgrad_out, dy_codes)
+            buffers.check_split(self, parallel)
             check_blocks(self, input)
-            self._check_ranks(rows, weights[0])
+            self._check_parallel(rows, weights[0])
             rows = self.op_begin(rows)
         # fake and meta tensors have shapes only
         shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
-        as_nodes = shapes_only or (dy_codes is None and takes_nodes([self]))
+        as_nodes = shapes_only or (dy_codes is None and takes_nodes((self,)))
         if dy_codes is not None and not isinstance(dy_codes, GradientCodes):
             got = dy_codes.__name__ if isinstance(dy_codes, type) else type(dy_codes).__name__
             raise UnsupportedDtype(f"dy_codes is an octavo.quant.GradientCodes(), got {got}. Make one for this call.")
-        buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
-        own = None if self.op_ends_run() else scales  # the bias of a row layer is added later
-        stage = self._stage(rows, weights, splits, own, buffers, is_first_microbatch, as_nodes, codes)
+        if shapes_only:
+            buffers = buffers._replace(dy_codes=None)
+        own = None if parallel is not None and parallel.mode == "row" else scales  # a row layer adds its bias later
+        stage = self._stage(rows, weights, splits, own, buffers, is_first_microbatch, as_nodes, codes, settings)
         tensors = self._run_node(stage, rows, as_nodes, shape)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]
         if parallel is not None and parallel.mode == "row":
             y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
-            if self._bias_names:
-                y = (y + self._bias_of_rows(splits, scales, y)).to(y.dtype)
+            if (bias := self._stacked_bias()) is not None:
+                y = (y + bias_of_rows(bias, splits, scales, y)).to(y.dtype)
         y = y if y.dim() == len(shape) else y.view(shape)
         if parallel is not None and parallel.mode == "column":
             mark_blocks(y, parallel)
         return y
 
-    def _check_ranks(self, rows: Any, weight: Tensor) -> None:
-        """Raises if other ranks call the layer in another way."""
+    def _check_parallel(self, rows: Any, weight: Tensor) -> None:
+        """Raise if other ranks call the layer in another way."""
         if (parallel := self._split_over_ranks()) is not None:
-            recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
             bias = getattr(self, self._bias_names[0]) if self._bias_names else None
-            check_ranks(self, parallel, recipe, rows, weight, bias)
+            self._check_ranks(parallel, rows, weight, bias)
+
+    def _followed(self, recipe: Recipe | None) -> Recipe:
+        return self._allowed(super()._followed(recipe))
 
     def _stage(
-        self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
-        is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: "XCodes | None" = None,
+        self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: CallersMemory,
+        is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: XCodes = NO_CODES,
+        settings: tuple[Any, ...] | None = None,
     ) -> Stage:  # fmt: skip
-        """Returns the Stage of a call with the rows of x, or with a token and its codes."""
-        codes = codes or NO_CODES
-        recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
-        weight, bias = self._stacked_weight(weights), None if self.op_ends_run() else self._stacked_bias()
+        """Return the Stage of a call with the rows of x, or with an anchor and its codes."""
+        recipe = self._recipe or self._followed(ambient.recipe)
+        parallel = None if self.parallel is None else self._split_over_ranks()
+        splits_x = parallel is not None and parallel.mode == "row"
+        weight, bias = stacked(weights), None if splits_x else self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
-        self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
+        if buffers.out is not None or buffers.dgrad_out is not None:
+            buffers.check(self, x, grads)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
-        settings = settings_of(side)
-        given: dict[str, Any] = {"x": "codes", "x_has_columns": len(codes.column) > 0} if codes.row else {}
+        more: dict[str, Any] = {"tail": self.tail, "scales_dy_alone": self.scales_dy_alone}
+        if scales is not None:
+            more["scales_dtype"] = DTYPE_NAMES[scales.dtype]
+        if buffers.dgrad_out is not None:
+            more["dgrad_out"] = True
         all_reduced: Parts = ()
-        if (parallel := self._split_over_ranks()) is not None:
+        if parallel is not None:
             values = None if codes.row else x
-            given["all_reduced"], all_reduced = agree(
-                self, parallel, recipe, values, weight, settings, grads, as_nodes, splits
+            more["all_reduced"], all_reduced = agree(
+                self, parallel, recipe, values, weight, side, grads, as_nodes, splits
             )
-        key = (call_key if torch.compiler.is_compiling() else known_key)(
-            self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
-            bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
-            scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
-            dgrad_out=buffers.dgrad_out is not None, tail=self.tail,
-            recompute_w_columns=not self.keep_weight_codes, scales_dy_alone=self.scales_dy_alone, **settings,
-            **given,
-        )  # fmt: skip
+        key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
         plain = not (as_nodes or self._is_single or side.weight == "held")
-        joined = plain and weight.data_ptr() == weights[0].data_ptr()
-        unchanged = weights if joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
+        is_joined = plain and weight.data_ptr() == weights[0].data_ptr()
+        unchanged = weights if is_joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.elsewhere else weight
         return Stage(
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes, all_reduced),
             (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
             anchored=side.elsewhere, unchanged=unchanged, out=buffers.out,
-            after=self._after(key, codes.column or codes.row) if side.has_extras else None,
+            after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
         )  # fmt: skip
 
-    def _codes_of(self, x: GroupedTensor, splits: Any, own: Tensor) -> "tuple[Tensor, Any, XCodes]":
-        """Returns a token in place of x, the sizes of its groups, and its codes. If fprop takes other codes: x's
-        values and the sizes."""
-        if x.orientation != "row":
-            raise UnsupportedShape(
-                "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
-            )
-        self._check_fit(x, own)
-        if x.groups.number != self.num_groups:
-            raise UnsupportedShape(
-                f"x was quantized in {x.groups.number} groups, and this GroupedLinear has {self.num_groups} groups. "
-                "Quantize x in as many, with size 0 for a group without rows, or pass x.dequantize() and m_splits."
-            )
-        sizes = x.groups.start.diff()
-        if splits is not None:
-            rows = x.groups.rows
-            _check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups, rows), rows)
-        quant = (self._recipe or self._allowed(self._followed(ambient.recipe))).linear()
-        if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
-            return x.dequantize(), sizes, NO_CODES
-        anchor = x.anchor
-        if anchor is None or not torch.is_grad_enabled():
-            anchor = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)
-        column = () if x.columns is None or x.columns.spec != quant.wgrad.right else tuple(x.columns.tensors())
-        return anchor, sizes, XCodes(tuple(x.q.tensors()), column)
-
-    def _input(self, x: Any, own: Tensor) -> Tensor:
-        rows: Tensor = x if type(x) is Tensor else arrived(x)
-        check_input("GroupedLinear", rows, owner=self)
-        kind = rows.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            rows = rows.to(torch.get_autocast_dtype(kind))
-        self._check_fit(rows, own)
-        return rows
-
-    def _check_fit(self, x: Any, own: Tensor) -> None:
-        """Raises if x (anything with a shape and a device) does not fit the weight. A shape of () is unknown."""
-        if type(own) is not nn.Parameter or own.layout is not torch.strided:
-            check_weight("GroupedLinear", own, "its weight")
-        if own.dtype not in FLOATS:
-            raise UnsupportedDtype(
-                f"GroupedLinear takes its weight in float32, bfloat16 or float16, got {own.dtype}. "
-                f"{way_to_values(own.dtype)}"
-            )
-        if (len(x.shape) < 2 or x.shape[-1] != self.in_features) and has_shape(x):
-            raise UnsupportedShape(
-                f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "
-                "Check the layer before it, or in_features."
-            )
-        if x.device != own.device:
-            raise UnsupportedDevice(f"x is on {x.device} and the weight on {own.device}. Move them together.")
-
-    def _bias_scales(self, scales: Any, rows: Any) -> Tensor | None:
-        scaled = self.scale_bias and bool(self._bias_names)
-        if scaled != (scales is not None):
-            raise UnsupportedConfig(
-                "scales= multiply the bias of a layer with scale_bias=True and a bias; "
-                + ("this call has none. Pass scales, one for each row." if scaled else "this layer does not take them.")
-            )
-        if scales is None or type(scales) is Edge:
-            return scales  # type: ignore[return-value]
-        if scales.numel() != rows.shape[0] or scales.dtype not in FLOATS or scales.device != rows.device:
-            raise UnsupportedShape(
-                f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
-                f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
-            )
-        flat: Tensor = scales.reshape(-1)
-        return flat
-
-    def _unsupported_buffer(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
-        """Returns why a graph that is being traced cannot write to these buffers; empty if it can."""
-        if out is None and dgrad_out is None:
-            return ""
-        captured, nested = is_captured(), is_inside_operator()
-        for name, buffer in (("out", out), ("dgrad_out", dgrad_out)):
-            if buffer is None:
-                continue
-            why = ""
-            if captured and not is_static(buffer):
-                why = (
-                    f"a CUDA graph writes to the memory it was captured with, and {name} may be another each time. "
-                    "Make it, whole, with octavo.buffer(...), or compile without CUDA graphs"
-                )
-            elif not nested and not claim(buffer):
-                why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
-                why += "Give each call buffers of its own"
-            if why:
-                way_out = "or build the layer with strict=False, to run outside."
-                return f"{self.op_describe()} does not compile: {why}, {way_out}"
-        return ""
-
-    def _dy_refusal(self, dy_codes: GradientCodes | None) -> str:
-        """Returns why a graph that is being traced cannot take codes of dy; empty if there are none."""
-        if dy_codes is None:
-            return ""
-        return (
-            f"{self.op_describe()} does not compile: dy_codes passes codes to backward beside autograd, and a graph's "
-            "gradients are tensors. Leave dy_codes out, or build the layer with strict=False, to run outside."
-        )
-
-    def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
-        """Checks the buffers' metadata, without reading their values."""
-        for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
-            if buffer is None:
-                continue
-            if not isinstance(buffer, Tensor):
-                raise UnsupportedDtype(f"GroupedLinear takes a tensor as {name}, got {type(buffer).__name__}.")
-            want = (x.shape[0], width)
-            if (
-                tuple(buffer.shape) != want or buffer.dtype != x.dtype or buffer.device != x.device
-                or not buffer.is_contiguous() or buffer.requires_grad
-            ):  # fmt: skip
-                raise UnsupportedShape(
-                    f"{name} must be {x.dtype} {want} on {x.device}, contiguous, without requires_grad; got "
-                    f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}, strides {buffer.stride()}, "
-                    f"requires_grad={buffer.requires_grad}. For a buffer that was returned before, pass it detached."
-                )
-        if dgrad_out is not None and "x" not in grads:
-            raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
+    # -- its arguments ---------------------------------------------------------------------------------------------
 
     def _allowed(self, recipe: Recipe) -> Recipe:
         if why := grouped_unsupported_reason(recipe):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
         return recipe
 
-    # -- overrides of nn.Module's methods -----------------------------------------------------------------------------
+    # -- as a module -----------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
-        joined = self._is_single or _joined(self._weight_parts()) is not None or self._weight_parts()[0].is_meta
+        was_joined = self._is_single or joined(self._weight_parts()) is not None or self._weight_parts()[0].is_meta
         super()._apply(fn, recurse)
-        if joined:
+        if was_joined:
             self._join()
         return self
 
@@ -593,184 +458,26 @@ class GroupedLinear(SplitGroupedLinear):
             self._join()
 
     def _join(self) -> None:
-        """Moves the weights of all groups into one allocation, which the layer takes without a copy."""
-        own = self._weight_parts()
-        movable = all(type(p.data) is Tensor and not p.is_meta and not p.is_shared() for p in own)  # type: ignore[no-untyped-call]
-        if not self._is_single and not self._codes.held and movable and _joined(own) is None:
-            for p, part in zip(own, torch.stack([p.data for p in own]).unbind(), strict=True):
-                p.data = part
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._codes.held:
-            values = self._codes.values(self)
-            for name, part in zip(self._weight_names, [values] if self._is_single else values.unbind(), strict=True):
-                destination[prefix + name] = part
+        """Move the weights of all groups into one allocation, which the layer takes without a copy."""
+        if not self._is_single and not self._codes.held:
+            join(self._weight_parts())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Loads either layout, one parameter for all groups or one for each, from a checkpoint of either."""
+        """Load either layout, one parameter for all groups or one for each, from a checkpoint of either."""
         refuse_codes(self, ["weight", *(f"weight{i}" for i in range(self.num_groups))], state_dict, prefix)
-        found, strict = dict(state_dict), rest[1]
+        state, strict = dict(state_dict), rest[1]
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
             if names:
-                why = _convert(found, prefix + kind, self.num_groups, single=names[0] == kind)
+                why = convert_layout(state, prefix + kind, self.num_groups, single=names[0] == kind)
                 if why and strict:
                     rest[-1].append(why)  # load_state_dict raises it with its other errors
-        keys = [prefix + name for name in self._weight_names]
-        parts, own = [found.get(key) for key in keys], self._weight_parts()
-        if self._codes.held and _fit(parts, own):
-            self._codes.load(self, parts, assign=rest[0].get("assign_to_params_buffers", False))
-            # nn.Module's own loading then finds the weights already loaded
-            found |= {key: p.detach() for key, p in zip(keys, self._weight_parts(), strict=True)}
-        super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, *rest)
         self._join()  # assigned parameters keep the checkpoint's memory
 
     def extra_repr(self) -> str:
-        recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        held = ", weight that is codes" if self._codes.held else ""
         layout = "" if self._is_single else ", a weight for each group"
-        return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
-
-
-def splits_on(device: torch.device, splits: Any, number: int, rows: int, name: str = "m_splits") -> Any:
-    """Returns the sizes of that many groups as a tensor on the device. Raises in a graph, which would copy them only at
-    capture, and for sizes on the host that so many `rows` cannot have. Sizes from inside a run (an Edge) are taken as
-    they are. `name` is the argument's, for messages."""
-    if type(splits) is Edge:
-        return splits
-    moves = not isinstance(splits, Tensor) or splits.device != device
-    if moves:
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if torch.compiler.is_compiling() or captured:
-            raise UnsupportedConfig(
-                f"In a graph {name} must be a tensor on {device}: a graph would keep the first sizes of a list, or of "
-                "a tensor elsewhere. Put them in a device tensor and overwrite it."
-            )
-        if not isinstance(splits, (Tensor, list, tuple)):
-            raise UnsupportedDtype(
-                f"{name} must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for each "
-                "group."
-            )
-        splits = splits if isinstance(splits, Tensor) else _sizes_of(splits, name)
-    if splits.dim() != 1 or splits.shape[0] != number:
-        raise UnsupportedShape(
-            f"{name} must have one size for each of the {number} groups, got shape {tuple(splits.shape)}. Give 0 for "
-            "a group without rows."
+        return (
+            f"{sizes}, bias={bool(self._bias_names)}, {self._repr_of_recipe()}, tail={self.tail}{layout}"
+            f"{self._repr_of_weight()}"
         )
-    if moves:
-        check_values(splits, rows)
-        splits = splits.to(device, non_blocking=True)
-    return splits
-
-
-def _sizes_of(splits: list[Any] | tuple[Any, ...], name: str) -> Tensor:
-    try:
-        sizes = [operator.index(size) for size in splits]
-    except TypeError:
-        sizes = []
-    if any([isinstance(size, bool) for size in splits]) or len(sizes) != len(splits):
-        raise UnsupportedDtype(
-            f"{name} is a list of integers, got {shown(repr(splits))}. Give one size for each group."
-        )
-    if any([not -(2**63) <= size < 2**63 for size in sizes]):
-        raise UnsupportedShape(f"{name} is a list of numbers of rows, got {shown(repr(splits))}. Count them anew.")
-    return torch.tensor(sizes, device="cpu", dtype=torch.int64)
-
-
-def _check_same_sizes(sizes: Tensor, splits: Tensor, rows: int) -> None:
-    """Raises if a GroupedTensor was made for other sizes. On a GPU, where the host would wait for them, the device does
-    under `octavo.backend.use("checked")`."""
-    if torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
-        return
-    if sizes.device.type != "cpu":
-        rule = "Octavo: m_splits must be the sizes of the groups that x was quantized in"
-        backend.check_on_device(lambda: (split(splits, rows).start.diff() == sizes).all(), rule)
-    elif not torch.equal(split(splits, rows).start.diff(), sizes):
-        raise UnsupportedShape(
-            f"x was quantized in groups of {sizes.tolist()} rows, and m_splits is {splits.tolist()}. Leave m_splits "
-            "out, or pass x.dequantize()."
-        )
-
-
-class XCodes(NamedTuple):
-    """The tensors of x given as codes."""
-
-    row: Parts = ()
-    column: Parts = ()  # for dw, if the caller has them
-
-
-NO_CODES = XCodes()
-
-
-class CallersMemory(NamedTuple):
-    """The buffers that the caller passed."""
-
-    out: Tensor | None  # for y
-    dgrad_out: Tensor | None  # for dx
-    dy_codes: GradientCodes | None = None  # where dy may arrive as codes
-
-
-class _Joined(torch.autograd.Function):
-    """Stacks parameters of one shape; without a copy where they are adjacent in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        joined = _joined(parts)
-        return torch.stack(parts) if joined is None else joined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_tangents()
-
-
-def _joined(parts: Any) -> Tensor | None:
-    """Returns parts [N, K] as [G, N, K], on their memory but not as a view of them; None where that needs a copy."""
-    first = parts[0].detach()
-    if isinstance(first, FakeTensor) or first.is_meta or isinstance(first, QuantizedWeight):
-        return None
-    rows = joined_rows([p.detach() for p in parts])
-    if rows is None:
-        return None
-    shape = (len(parts), *first.shape)
-    whole: Tensor = first.new_empty(0)
-    whole.set_(rows.untyped_storage(), rows.storage_offset(), shape, (first.numel(), *first.stride()))
-    return whole
-
-
-def _register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list[str]:
-    """Registers one parameter, or one for each group on the same memory, and returns their names."""
-    if single:
-        module.register_parameter(kind, nn.Parameter(whole))
-        return [kind]
-    names = [f"{kind}{i}" for i in range(whole.shape[0])]
-    for name, part in zip(names, whole.unbind(), strict=True):
-        module.register_parameter(name, nn.Parameter(part))
-    return names
-
-
-def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> str:
-    """Converts a checkpoint's entries, in place, to the layout that the layer has: one parameter for all groups, or one
-    for each. Returns why the groups cannot be stacked; empty if they can."""
-    parts = [f"{key}{i}" for i in range(number)]
-    found = [part for part in parts if part in state]
-    if single and key not in state and found:
-        shapes = {part: tuple(state[part].shape) for part in found}
-        missing = [part for part in parts if part not in state]
-        odd = [part for part in found if shapes[part] != shapes[found[0]]]
-        if missing or odd:
-            wrong = [f"{part} is missing" for part in missing]
-            wrong += [f"{part} is {shapes[part]}, where {found[0]} is {shapes[found[0]]}" for part in odd]
-            return f"{key} is made of {number} groups, and {', '.join(wrong)}."
-        state[key] = torch.stack([state.pop(part) for part in parts])
-    elif not single and key in state and not found and state[key].dim() and len(state[key]) == number:
-        state |= dict(zip(parts, state.pop(key).unbind(), strict=True))
-    return ""
-
-
-def _fit(parts: list[Tensor | None], own: list[nn.Parameter]) -> bool:
-    return all(part is not None and part.shape == p.shape for part, p in zip(parts, own, strict=True))

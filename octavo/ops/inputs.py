@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import Parameter
 
-from octavo._torch.dispatcher import no_torch_dispatch, no_torch_function
+from octavo._torch.dispatcher import is_any_autocast_enabled, no_torch_dispatch, no_torch_function
 from octavo._torch.fakes import FakeTensor, FunctionalTensor
 from octavo._torch.functional_collectives import AsyncCollectiveTensor, wait_tensor
 from octavo._torch.tensors import TensorBase, is_dtensor
@@ -134,6 +134,19 @@ def check_input(title: str, x: Any, name: str = "", owner: nn.Module | None = No
     # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
     if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
         check_layout(title, x, name)
+
+
+def autocast_input(title: str, x: Any, owner: nn.Module) -> Tensor:
+    """Check x, and return it in the dtype of torch.autocast where that is on."""
+    x = x if type(x) is Tensor else arrived(x)
+    if type(x) is not Tensor or x.dtype not in FLOATS or x.is_nested or x.layout is not torch.strided:
+        check_input(title, x, owner=owner)
+    if torch.compiler.is_compiling() or is_any_autocast_enabled():
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+    values: Tensor = x
+    return values
 
 
 def check_weight(title: str, weight: Tensor | None, name: str) -> None:

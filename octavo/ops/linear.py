@@ -5,51 +5,52 @@ the state of the recipe. `forward` gathers both and calls `octavo.ops.linear_lay
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.dispatcher import is_any_autocast_enabled
 from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.communication import collectives
-from octavo.communication.all_reduced_amaxes import scales_whole
 from octavo.communication.amax_reduction import agree
 from octavo.communication.groups import Group, size_of
-from octavo.communication.rank_checks import check_ranks, number_layer
+from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
-    NOTHING,
     SPLIT,
-    Given,
+    Parallel,
+    check_blocks,
     check_rows,
+    gathered,
     local_sizes,
+    mark_blocks,
     own_part,
     parallel_of,
 )
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.gemm import spec_route
-from octavo.ops.inputs import arrived, check_input, check_weight
-from octavo.ops.linear_config import call_key
-from octavo.ops.linear_layer import Config, layer
+from octavo.ops.inputs import autocast_input, check_input, check_weight
+from octavo.ops.linear_layer import layer
 from octavo.ops.operation import has_shape
 from octavo.ops.published_codes import refuse_codes
-from octavo.ops.quantized import outside, settings_of, wanted
-from octavo.ops.split_linear import SplitLinear, check_bias, check_features
+from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
+from octavo.ops.split_layer import SplitLayer, check_features
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
-from octavo.recipes.ambient import ambient, process
-from octavo.runtime.call import Stage, like, takes_nodes
-from octavo.runtime.contract import DTYPE_NAMES
-from octavo.values import Value
-from octavo.weights.quantized_weight import QuantizedWeight, linked_anchor, parameter
+from octavo.recipes.ambient import ambient
+from octavo.runtime import call_cache
+from octavo.runtime.call import Stage, takes_nodes
+from octavo.runtime.call_cache import Lookup
+from octavo.weights.quantized_weight import linked_anchor
 from octavo.weights.unsupported_wgrad import unsupported_in_graph
 
+Flag = bool | Tensor | None  # is_first_microbatch
 
-class Linear(SplitLinear, nn.Linear):
+
+class Linear(SplitLayer, nn.Linear):
     """A linear layer, y = x · Wᵀ + b, whose three matrix products run in the precision of a recipe.
 
     It is an `nn.Linear`: the constructor, the parameter names, the initialisation and the state dict are the same.
@@ -104,8 +105,8 @@ class Linear(SplitLinear, nn.Linear):
 
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "linear"
+    TITLE: ClassVar[str] = "Linear"
     return_bias = False
-    keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
 
     def __init__(
         self,
@@ -140,24 +141,14 @@ class Linear(SplitLinear, nn.Linear):
     def _names_of_weights(self) -> list[str]:
         return ["weight"]
 
-    def _whole_weight(self) -> Tensor:
-        return self.weight
-
-    def _set_weights(self, whole: Tensor) -> None:
-        old = self.weight
-        self.weight = (
-            parameter(whole, old) if isinstance(whole, QuantizedWeight) else nn.Parameter(whole, old.requires_grad)
-        )
-
-    def op_describe(self) -> str:
-        sizes = f"Linear({self.in_features}, {self.out_features})"
-        return f"{sizes} at {self._path!r}" if self._path else sizes
+    def _sizes(self) -> tuple[int, ...]:
+        return self.in_features, self.out_features
 
     def _gemm_route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return spec_route(left, right, device)
 
     def reset_parameters(self) -> None:
-        """Initialises weight and bias as `nn.Linear` does, and derives the seed of stochastic rounding anew. A part of
+        """Initialise weight and bias as `nn.Linear` does, and derive the seed of stochastic rounding anew. A part of
         a weight is that of the whole weight: seed all ranks alike."""
         parallel = self.parallel
         size = 1 if parallel is None else size_of(parallel.group)
@@ -179,7 +170,7 @@ class Linear(SplitLinear, nn.Linear):
     def forward(  # type: ignore[override]
         self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> "Tensor | QTensor | tuple[Tensor | QTensor, Tensor | None]":
-        """Computes y = x · Wᵀ + b.
+        """Compute y = x · Wᵀ + b.
 
         Args:
             input: x, a tensor [..., in_features] of float32, bfloat16 or float16; or a `QTensor` with codes that this
@@ -207,24 +198,31 @@ class Linear(SplitLinear, nn.Linear):
             >>> layer(torch.ones(8, 64), fp8_output=True)
             QTensor(8x32, block-1d, cpu)
         """
-        if torch.compiler.is_compiling() and (why := unsupported_in_graph(self)):
+        compiling = torch.compiler.is_compiling()
+        if compiling and (why := unsupported_in_graph(self)):
             if is_inside_operator():
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside.call(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
-        x = input if type(input) is QTensor else _cast(input, self)
-        as_nodes = takes_nodes([self])
-        parallel = self._split_over_ranks()
+        x = input if type(input) is QTensor else autocast_input("Linear", input, self)
+        settings, plain = None, is_first_microbatch is None and not fp8_output and type(x) is Tensor
+        if not compiling and plain and x.device.type in call_cache.DEVICES:
+            settings, y = self._looked_up(x)
+            if y is not None:
+                return y
+        as_nodes = takes_nodes((self,))
+        parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is not None:
             return self._forward_in_parallel(parallel, x, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
-        out = self._one_call(x, is_first_microbatch, fp8_output, as_nodes, NOTHING)
-        return (out, self._own_part("bias")) if self.return_bias else out
+        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, settings=settings)
+        y = self._run_stage(stage, x, fp8_output, as_nodes)
+        return (y, self._own_part("bias")) if self.return_bias else y  # type: ignore[return-value]
 
-    def _one_call(
-        self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool, given: Given
-    ) -> Any:
-        """Returns y of one call of the layer's node."""
-        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, given)
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        return None if self.return_bias else self._lookup(needs_dx, *self._own_parts(has_bias=True))
+
+    def _run_stage(self, stage: Stage, x: Any, fp8_output: bool, as_nodes: bool) -> Any:
+        """Return y of one call of the layer's node."""
         tensors = self._run_node(stage, x.anchor if type(x) is QTensor else x, as_nodes)
         if stage.after is not None:
             stage.after(tensors[1:])
@@ -234,101 +232,41 @@ class Linear(SplitLinear, nn.Linear):
         return self._quantized_output(tensors, y) if fp8_output else y
 
     def _stage(
-        self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool,
-        given: Given = NOTHING,
+        self, x: Any, is_first_microbatch: Flag, fp8_output: bool, as_nodes: bool, parallel: Parallel | None = None,
+        columns: Parts = (), settings: tuple[Any, ...] | None = None,
     ) -> Stage:  # fmt: skip
-        """Returns the Stage of a call with x: a tensor, codes, or an Edge inside a run. Reads the weight once, because
-        each read of a parametrized weight computes it."""
-        tracing = torch.compiler.is_compiling()
-        if tracing:
-            self._now("_settle_with_weight")
-        elif self._unplaced:
-            self._settle_with_weight()
+        """Return the Stage of a call with x: a tensor, codes, or an Edge inside a run. Read the weight once, because
+        each read of a parametrized weight computes it. `columns` are codes of x by column besides those in x."""
+        if torch.compiler.is_compiling() or self._unplaced:
+            self._materialize_for_call()
         recipe = self._recipe or self._followed(ambient.recipe)
-        parallel = given.parallel
         splits_x = parallel is not None and parallel.mode == "row"
         weight, bias = self._own_parts(has_bias=not self.return_bias and not splits_x)
         if weight is None:
             check_weight("Linear", weight, "its weight")
         assert weight is not None
-        settings: tuple[Any, ...] | None = None
-        if not as_nodes and given is NOTHING and not fp8_output and type(x) is Tensor:
-            settings = self._settings(recipe, x, weight, bias, is_first_microbatch)
-            stage = None if settings is None else self._like(settings, recipe, x, weight, bias)
-            if stage is not None:
-                return stage
-        codes = _codes_for(recipe, x) if type(x) is QTensor else ()
-        check_features(x, weight)
-        if bias is not None:
-            check_bias(bias, weight)
+        codes = XCodes(_codes_for(recipe, x), columns) if type(x) is QTensor else NO_CODES
+        check_features(x, weight, "Linear", bias)
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
         grads = wanted(x.requires_grad, (weight,), bias)
-        side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
+        side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
+        more: dict[str, Any] = {"quantize_output": True} if fp8_output else {}
         all_reduced: Parts = ()
-        more: tuple[tuple[str, Any], ...] = ()
         if parallel is not None:
-            values = None if codes else x
-            letters, all_reduced = agree(self, parallel, recipe, values, weight, settings_of(side), grads, as_nodes)
-            more = ("x_has_columns", len(given.columns) > 0), ("all_reduced", letters)
-        key = (_key if tracing else _known_key)(
-            self.NAME, recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype, grads, len(codes) > 0,
-            bool(fp8_output), not self.keep_weight_codes, more, *side[:6],
-        )  # fmt: skip
+            values = None if codes.row else x
+            more["all_reduced"], all_reduced = agree(self, parallel, recipe, values, weight, side, grads, as_nodes)
+        key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
         width = weight.shape[0]
         weight = linked_anchor((weight,)) if side.weight == "held" else weight
         return Stage(
             self.NAME, key,
-            (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs, given.columns, all_reduced),
+            (weight.detach() if side.elsewhere else weight, bias, codes.row, *side.inputs, codes.column, all_reduced),
             side.buffers, grads != "", width, anchored=side.elsewhere,
-            after=self._after(key, given.columns or codes) if side.has_extras else None,
-            settings=settings if side.weight == "plain" else None,
-        )  # fmt: skip
-
-    def _settings(
-        self, recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None, first: bool | Tensor | None
-    ) -> tuple[Any, ...] | None:
-        """Returns all that decides the Stage of a call of plain tensors, but for their layout; None for a call with
-        codes of the weight, with scales that are measured, or with a gradient of the weight that does not go through
-        autograd."""
-        codes = self._codes
-        if first is not None or ambient.first is not None or codes.ambient or codes.held or self._scaling.uncalibrated:
-            return None
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or process.dry:
-            return None
-        return (
-            self.NAME, recipe, self.training, torch.is_grad_enabled(), self.keep_weight_codes, bias is None,
-            x.shape, x.requires_grad, weight.shape, weight.requires_grad,
-        )  # fmt: skip
-
-    def _like(
-        self, settings: tuple[Any, ...], recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Stage | None:
-        """Returns the Stage of a call that differs from an earlier one in the contents of its tensors alone: it needs
-        no check that the earlier one has passed. None if there was none."""
-        scaling = self._scaling
-        observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        inverse_scales = scaling.inputs(self) if recipe.stateful else ()
-        running_amaxes = scaling.running_amaxes(self) if observe else ()
-        tensors = (
-            [x, weight, *inverse_scales, *running_amaxes]
-            if bias is None
-            else [x, weight, bias, *inverse_scales, *running_amaxes]
-        )
-        known = like(settings, tensors)
-        if known is None:
-            return None
-        grads = known.config.grads
-        if observe:
-            scaling.watch(self, weight)
-        if "w" in grads:
-            self._codes.trained = True
-        return Stage(
-            self.NAME, known.key, (weight, bias, (), (), (), inverse_scales, running_amaxes, (), ()),
-            self._written(grads, observe, "", "", False), grads != "", weight.shape[0], like=(known, tensors),
+            after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], anchor: Tensor) -> QTensor:
@@ -338,30 +276,111 @@ class Linear(SplitLinear, nn.Linear):
         q = spec.assemble(tuple(tensors[1 : 1 + quant.parts]), tuple(anchor.shape), anchor.dtype)
         return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, anchor=anchor)
 
+    # -- over ranks ----------------------------------------------------------------------------------------------------
+
+    def _forward_in_parallel(
+        self, parallel: Parallel, x: Any, is_first_microbatch: Flag, fp8_output: bool, as_nodes: bool
+    ) -> Any:
+        """Return y of a call with collectives before and after the layer's node. All is checked before anything is
+        sent."""
+        where, size, group = self._name_for_collectives(), parallel.size(), parallel.group
+        weight, bias = self._own_part("weight"), self._own_part("bias")
+        assert weight is not None
+        check_features(x, weight)
+        check_blocks(self, x)
+        column = parallel.mode == "column"
+        if parallel.sequence:
+            check_rows(x, where)
+        if not column and fp8_output:
+            raise UnsupportedConfig(
+                f"{where}: fp8_output=True returns codes of y, and y is summed over ranks. Leave it out."
+            )
+        if not column and parallel.sequence:
+            collectives.check_divides(x.shape, size, where)
+        self._check_ranks(parallel, x, weight, bias)
+        columns: Parts = ()
+        again: Any = nullcontext()
+        if column and parallel.sequence:
+            if type(x) is QTensor:
+                x = x.dequantize()
+            trains = torch.is_grad_enabled() and weight.requires_grad
+            recipe = self._recipe or self._followed(ambient.recipe)
+            x, columns, again = gathered(self, parallel, recipe, x, trains, as_nodes)
+        elif column:
+            x = self.op_begin(x)
+        with again:
+            stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, parallel, columns)
+            y = self._run_stage(stage, x, fp8_output, as_nodes)
+        if column:
+            mark_blocks(y, parallel)
+        else:
+            y = self.op_finish(y)
+        if not self.return_bias:
+            return y
+        if bias is not None and not column and parallel.sequence:
+            bias = collectives.copy(bias, group, where)  # each rank adds it to its own rows
+        return y, bias
+
+    def _bias_after_sum(self) -> Tensor | None:
+        return None if self.return_bias else self._own_part("bias")
+
+    def _rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
+        """Return the codes of this rank's rows of x, which are then gathered; `octavo.inspect` records both here."""
+        return codes
+
+    def set_tensor_parallel_group(
+        self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None,
+        column_blocks: int | None = None,
+    ) -> None:  # fmt: skip
+        """Make a layer work in parallel, or over another group. Its weight and bias are taken as this rank's part.
+
+        Args:
+            group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None is the default
+                group.
+            parallel_mode: "column" or "row"; None keeps the layer's own.
+            sequence_parallel: as in the constructor; None keeps the layer's own.
+            column_blocks: as in the constructor, where the weight has this rank's part of each block; None keeps the
+                layer's own.
+
+        Raises:
+            UnsupportedConfig: the layer has no parallel_mode and none is given, or torch knows no such group.
+
+        Example:
+            >>> layer = octavo.Linear(64, 32, parallel_mode="column")
+            >>> layer.set_tensor_parallel_group(None, sequence_parallel=True)
+            >>> layer
+            Linear(in_features=64, out_features=32, bias=True, recipe=from octavo.autocast, parallel_mode='column', \
+sequence_parallel=True)
+        """
+        old = self.parallel
+        mode = old.mode if parallel_mode is None and old is not None else parallel_mode
+        if mode is None:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} has no parallel_mode, so that a group has nothing to do. Pass "
+                "parallel_mode='column' or 'row' too."
+            )
+        sequence = sequence_parallel if sequence_parallel is not None else old is not None and old.sequence
+        blocks = self.column_blocks if column_blocks is None else column_blocks
+        self.parallel = parallel_of("Linear", mode, sequence, group, blocks=blocks)
+        self.column_blocks = blocks
+        if old is not None and self.parallel is not None:
+            self.parallel = self.parallel._replace(gather_again=old.gather_again)
+        self._ranks_checked = False
+        number_layer(self)
+
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
 
     op_keywords = ("is_first_microbatch", "fp8_output")
 
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, Config)
-
     def why_not_fusible(self, x: Any) -> str:
-        if (parallel := self._split_over_ranks()) is not None:
+        if self.parallel is not None and (parallel := self._split_over_ranks()) is not None:
             if parallel.mode == "column" and parallel.sequence:
                 return SPLIT
-            recipe = self._recipe or self._followed(ambient.recipe)
-            if parallel.mode == "row" and scales_whole(recipe.linear().fprop.left):
-                if not recipe.stateful or "x" in self._scaling.uncalibrated:
-                    return SPLIT  # the ranks agree on x's amax before it is cast
+            if parallel.mode == "row" and self._agrees_on_x():
+                return SPLIT
         if self.return_bias:
             return "return_bias=True hands its bias to the caller"
-        if torch.compiler.is_compiling():
-            if self.delay_wgrad_compute:
-                return "its dW is deferred, and in a graph that takes a node of its own"
-            if unsupported_in_graph(self):
-                return "it does not compile"
-        return ""
+        return self._why_alone_in_graph() if torch.compiler.is_compiling() else ""
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(x, QTensor):
@@ -377,7 +396,7 @@ class Linear(SplitLinear, nn.Linear):
                 "together pass codes to each other. Leave it out."
             )
         check_input("Linear", x, owner=self)
-        parallel = self._split_over_ranks()
+        parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is None:
             return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
         if parallel.mode == "row" and parallel.sequence and has_shape(x):
@@ -387,67 +406,22 @@ class Linear(SplitLinear, nn.Linear):
             weight = self._own_part("weight")
             assert weight is not None
             check_features(x, weight)
-            recipe = self._recipe or self._followed(ambient.recipe)
-            check_ranks(self, parallel, recipe, x, weight, self._own_part("bias"))
-        return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, Given(parallel))
+            self._check_ranks(parallel, x, weight, self._own_part("bias"))
+        return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, parallel)
 
-    # -- state dicts -----------------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._codes.held:
-            destination[prefix + "weight"] = self._codes.values(self)
+    # -- as a module -----------------------------------------------------------------------------------------------
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         refuse_codes(self, ["weight"], state_dict, prefix)
-        key = prefix + "weight"
-        loaded = state_dict.get(key)
-        if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:
-            super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
-            return
-        self._codes.load(self, [loaded], assign=rest[0].get("assign_to_params_buffers", False))
-        # nn.Linear's own loading then finds the weight already loaded
-        super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
-        told = f"{super().extra_repr()}, recipe={recipe}" + (", weight that is codes" if self._codes.held else "")
-        return told if self.parallel is None else f"{told}, {self.parallel.shown()}"
-
-
-def _key(
-    name: str, recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None,
-    grads: str, has_codes: bool, fp8_output: bool, recompute: bool, more: tuple[tuple[str, Any], ...],
-    weight: str, observe: bool, measured: str, main_grad: str, dummy_grad: bool, deferred_wgrad: str,
-) -> str:  # fmt: skip
-    """Returns the string of a call's config. The arguments are positional, because the cache below is faster with
-    these."""
-    return call_key(
-        name, recipe, dtype=DTYPE_NAMES[dtype], weight_dtype=DTYPE_NAMES[weight_dtype],
-        bias_dtype="" if bias_dtype is None else DTYPE_NAMES[bias_dtype], grads=grads,
-        x="codes" if has_codes else "plain", quantize_output=fp8_output, recompute_w_columns=recompute, weight=weight,
-        observe=observe, measured=measured, main_grad=main_grad, dummy_grad=dummy_grad, deferred_wgrad=deferred_wgrad,
-        **dict(more),
-    )  # fmt: skip
-
-
-_known_key = lru_cache(maxsize=4096)(_key)  # for calls that no compiler traces
-
-
-def _cast(x: Any, layer: nn.Module) -> Tensor:
-    """Returns x, cast to the dtype of torch.autocast where that is enabled."""
-    x = x if type(x) is Tensor else arrived(x)
-    check_input("Linear", x, owner=layer)
-    if torch.compiler.is_compiling() or is_any_autocast_enabled():
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-    cast: Tensor = x
-    return cast
+        text = f"{super().extra_repr()}, {self._repr_of_recipe()}{self._repr_of_weight()}"
+        return text if self.parallel is None else f"{text}, {self.parallel.shown()}"
 
 
 def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
-    """Returns the tensors of a quantized x; raises if this layer's fprop takes other codes."""
+    """Return the tensors of a quantized x; raise if this layer's fprop takes other codes."""
     spec = recipe.linear().fprop.left
     if x.spec != spec:
         raise UnsupportedConfig(

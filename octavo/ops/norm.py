@@ -20,6 +20,7 @@ from octavo.ops.norm_layer import Config
 from octavo.ops.operation import Edge, FusibleOperation, has_shape
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
+from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
 from octavo.values import Value
 
@@ -92,6 +93,14 @@ class _Norm(FusibleOperation, nn.Module):
                 weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
         grads, key = self._said(x.requires_grad, weight, bias)
         return Stage("norm", key, (weight, bias), (), grads != "")
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        if self.shared_by is not None:
+            return None
+        own: list[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
+        needs = torch.is_grad_enabled() and (needs_dx or any([p.requires_grad for p in own]))
+        settings = (self._settings, self.weight is None, self.bias is None, torch.is_grad_enabled())
+        return Lookup(settings, own, (), needs)
 
     def sum_gradients_over(self, group: Group) -> Self:
         """Sum the gradients of the parameters over ranks that each have a part of the rows, as under sequence

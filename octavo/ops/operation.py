@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
 from octavo.runtime.call import Stage, call, takes_nodes
+from octavo.runtime.call_cache import Lookup
 from octavo.text import plural
 from octavo.values import Value
 from octavo.weights.quantized_weight import QuantizedWeight, refuse_codes
@@ -168,6 +169,15 @@ class FusibleOperation(NoTorchScript):
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         """Return this operation's stage for a call with x, which is a tensor, or an Edge inside a run."""
         raise NotImplementedError
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        """Return a call without keywords as the call cache finds it, without a check: its settings are all that
+        `op_stage` and `why_not_fusible` read, but for the layout of tensors and x's own shape. `needs_dx` says whether
+        x takes a gradient. None if the cache is not to be asked, as where the call joins no run."""
+        return None
+
+    def _note_hit(self, lookup: Lookup) -> None:
+        """Count a call that is a hit of the call cache, as `op_stage` counts another."""
 
     def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
         """Return why the graph being traced cannot write to the memory that these keywords give; empty if it can."""

@@ -5,21 +5,34 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.ops import permute_layer, unpermute_layer
 from octavo.ops.inputs import check_input
 from octavo.ops.operation import Edge, FusibleOperation
 from octavo.runtime.call import Stage
+from octavo.runtime.call_cache import Lookup
 from octavo.values import Value
 
 
-class Permute(FusibleOperation, nn.Module):
+class _RowOperation(FusibleOperation, nn.Module):
+    """Copy or sum rows by tensors that say where they are."""
+
+    op_is_elementwise = True
+
+    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+        if not all([type(t) is Tensor for t in extras]):
+            return None
+        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))
+        return Lookup((type(self).__name__, torch.is_grad_enabled()), list(extras), (), needs)
+
+
+class Permute(_RowOperation):
     """Copy each token to the rows of its assignments. Its extra inputs are the positions [..., K] of a permutation
     and the assignments [rows]. Rows after the last expert are left as the memory was."""
 
     num_extra_inputs = 2
-    op_is_elementwise = True  # it copies or sums rows
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -38,12 +51,11 @@ class Permute(FusibleOperation, nn.Module):
         return y
 
 
-class Unpermute(FusibleOperation, nn.Module):
+class Unpermute(_RowOperation):
     """Sum the rows of each token's assignments, each multiplied by its probability. Its extra inputs are the positions
     [..., K] of a permutation, the assignments [rows] and the probabilities [..., K]."""
 
     num_extra_inputs = 3
-    op_is_elementwise = True  # it copies or sums rows
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

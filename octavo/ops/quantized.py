@@ -1,59 +1,41 @@
 """`Quantized`: a module with a weight that a recipe quantizes, the base class of Linear and GroupedLinear.
 
-It keeps the state of the recipe in hidden buffers (`octavo.ops.hidden_buffers`): codes of the weight
-(`octavo.weights.cache`), delayed scaling's memory (`octavo.scaling.delayed_scaling`), the counter of stochastic
-rounding. The `forward` of a subclass gathers these and calls its layer.
+`RecipeState` keeps the recipe and its state. This class knows the weight: its part in one call (`_weight_side`), the
+call cache's way around that (`_looked_up`), its gradient, and its codes in state dicts. The `forward` of a subclass
+gathers these and calls its layer.
 """
 
-import ctypes
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.autograd import current_graph_task
-from octavo._torch.fakes import FakeTensor, as_real_as, runs_on_shapes
-from octavo._torch.tracing import Untraced, while_tracing
+from octavo._torch.fakes import runs_on_shapes
+from octavo._torch.tracing import Untraced
 from octavo.communication.tensor_parallel import Parallel
-from octavo.errors import UnsupportedConfig, warn
-from octavo.formats import FLOATS
-from octavo.ops.hidden_buffers import HiddenBuffers
-from octavo.ops.operation import FusibleOperation
-from octavo.ops.published_codes import RULE, are_codes
-from octavo.ops.schedule import STEP, RecipeSchedule
+from octavo.errors import UnsupportedConfig
+from octavo.ops.linear_config import call_key
+from octavo.ops.recipe_state import SEED as SEED
+from octavo.ops.recipe_state import UNQUANTIZED as UNQUANTIZED
+from octavo.ops.recipe_state import RecipeState
+from octavo.ops.recipe_state import unsupported_dtype_reason as unsupported_dtype_reason
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
-from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.recipes import LinearQuant, Recipe
 from octavo.recipes import recipe as resolve
-from octavo.recipes.ambient import process
-from octavo.runtime.call import Stage, call
-from octavo.scaling import delayed_scaling as scaling
-from octavo.scaling.saved_state import ROUNDING
-from octavo.weights import optimizer_hooks
-from octavo.weights.quantized_weight import QuantizedWeight, moved
-from octavo.weights.unsupported_wgrad import refuse_shards
-from octavo.weights.weight_codes import WeightCodes
-from octavo.weights.wgrad_delivery import WeightGradient
+from octavo.recipes.ambient import ambient, process
+from octavo.runtime import call_cache
+from octavo.runtime.call import Stage, call, run_hit
+from octavo.runtime.call_cache import Lookup
+from octavo.runtime.contract import DTYPE_NAMES
+from octavo.scaling.delayed_scaling import BUFFER_NAMES
+from octavo.values import Value
+from octavo.weights.quantized_weight import QuantizedWeight, parameter
+from octavo.weights.unsupported_wgrad import refuse_shards, unsupported_in_graph
 
-UNQUANTIZED = BF16()
-SEED = "rounding_seed"
-
-
-def unsupported_dtype_reason(dtype: torch.dtype) -> str:
-    """Returns why a weight of this dtype cannot be quantized; empty if it can."""
-    if dtype in FLOATS:
-        return ""
-    if are_codes(dtype):
-        return f"its weight is {dtype}: {RULE}"
-    return (
-        f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it, and "
-        "dtype=torch.float32 makes a new one so)"
-    )
-
-
-DY_AMAX = scaling.BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
+DY_AMAX = BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
 
 
 class WeightSide(NamedTuple):
@@ -68,41 +50,44 @@ class WeightSide(NamedTuple):
     inputs: tuple[Parts, ...]  # its codes by row and by column, delayed scaling's inverse scales, running amaxes
     buffers: tuple[Any, ...]  # the buffers that backward writes to
     elsewhere: bool  # its gradient does not go through autograd
-    has_extras: bool  # the call returns tensors for the layer besides y
+    has_auxiliary: bool  # the call returns tensors for the layer besides y
 
 
-def settings_of(side: WeightSide) -> dict[str, Any]:
-    """Returns the fields of the layer's config that the weight's part in a call determines."""
-    return {
-        "weight": side.weight, "observe": side.observe, "measured": side.measured, "main_grad": side.main_grad,
-        "dummy_grad": side.dummy_grad, "deferred_wgrad": side.deferred_wgrad,
-    }  # fmt: skip
+class XCodes(NamedTuple):
+    """The tensors of an x that arrived as codes."""
+
+    row: Parts = ()
+    column: Parts = ()  # for dw, if the caller has them
 
 
-class Quantized(FusibleOperation, nn.Module):
+NO_CODES = XCodes()
+
+
+class Quantized(RecipeState):
     """A module that keeps the settings and the state of a recipe for its weight."""
 
     LAYER: ClassVar[Any]  # a layer of the contract (octavo.runtime.contract)
     NAME: ClassVar[str]  # its name in the registry
-    scales_per_operand = 1  # delayed scaling's inverse scales for each of x, w, dy
-    fuse_wgrad_accumulation: bool
-    delay_wgrad_compute: bool
-    strict: bool
-    _hidden: HiddenBuffers
+    TITLE: ClassVar[str]  # its name in errors
+    keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
+    keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     parallel: Parallel | None = None  # how the weight is split over ranks
     _ranks_checked = False  # whether the ranks were found to call the layer alike
     _number: tuple[tuple[str, str], int] | None = None  # among the split layers of its kind
-    _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
 
-    # -- the weight: subclasses define these -----------------------------------------------------------------------
+    # -- the weight ------------------------------------------------------------------------------------------------
 
-    def _names_of_weights(self) -> list[str]:
-        """Return the names of the parameters that form the weight."""
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the layer, as its constructor takes them."""
         raise NotImplementedError
 
-    def _weight_parts(self) -> list[nn.Parameter]:
-        """Return the parameters that form the weight; a parametrized one is computed."""
-        return [getattr(self, name) for name in self._names_of_weights()]
+    def op_describe(self) -> str:
+        sizes = f"{self.TITLE}({', '.join(map(str, self._sizes()))})"
+        return f"{sizes} at {self._path!r}" if self._path else sizes
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, cls.LAYER.Config)
 
     def _trained_by(self) -> list[nn.Parameter]:
         """Return the parameters that tell which optimizer trains this layer: its trained weights, or all parameters if
@@ -113,15 +98,36 @@ class Quantized(FusibleOperation, nn.Module):
 
     def _whole_weight(self) -> Tensor:
         """Return the weight in the shape that the layer takes, for uses that need no gradient."""
-        raise NotImplementedError
+        return self._weight_parts()[0]
 
     def _set_weights(self, whole: Tensor) -> None:
-        """Replace the parameters by those of a whole weight, dense or held as codes."""
-        raise NotImplementedError
+        """Replace the parameters by those of a whole weight, dense or quantized."""
+        names, own = self._names_of_weights(), self._weight_parts()
+        parts = [whole] if len(names) == 1 else list(whole.unbind())
+        for name, old, part in zip(names, own, parts, strict=True):
+            new = parameter(part, old) if isinstance(part, QuantizedWeight) else nn.Parameter(part, old.requires_grad)
+            self.register_parameter(name, new)
 
-    def op_describe(self) -> str:
-        """Return the class, the sizes and the path of this layer, as errors name it."""
-        raise NotImplementedError
+    def _own_part(self, name: str) -> Tensor | None:
+        """Return a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
+        found: Any = getattr(self, name)
+        return found.to_local() if self.keeps_dtensors and found is not None else found  # type: ignore[no-any-return]
+
+    def _own_parts(self, has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias as kernels read them. Plain parameters come straight from their table, in a fraction
+        of the time, unless one is covered: by an attribute, by a property, which parametrizations put into a class of
+        their own and which may compute from the parameter, or by a class that looks attributes up itself. A compiler
+        traces torch's way to them, and knows what to guard."""
+        own, attributes = self._parameters, self.__dict__
+        kind: Any = type(self)
+        if (
+            torch.compiler.is_compiling() or self.keeps_dtensors
+            or kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__
+            or "weight" not in own or "weight" in attributes or hasattr(kind, "weight")
+            or (has_bias and ("bias" not in own or "bias" in attributes or hasattr(kind, "bias")))
+        ):  # fmt: skip
+            return self._own_part("weight"), self._own_part("bias") if has_bias else None
+        return own["weight"], own["bias"] if has_bias else None
 
     def _caches_columns(self, quant: LinearQuant) -> bool:
         """Whether a cache of the weight has column codes besides row codes."""
@@ -137,26 +143,6 @@ class Quantized(FusibleOperation, nn.Module):
         each path."""
         return type(self).__name__ if torch.compiler.is_compiling() else self.op_describe()
 
-    def op_starts_run(self) -> bool:
-        parallel = self._split_over_ranks()
-        return parallel is not None and parallel.mode == "column"
-
-    def op_ends_run(self) -> bool:
-        parallel = self._split_over_ranks()
-        return parallel is not None and parallel.mode == "row"
-
-    def op_column_blocks(self, blocks: int) -> int:
-        parallel = self._split_over_ranks()
-        if parallel is None or parallel.mode == "column":
-            return 0 if parallel is None else parallel.blocks
-        if blocks > 1:
-            raise UnsupportedConfig(
-                f"{self.op_describe()} with parallel_mode='row' takes adjacent features of one block, and each rank "
-                f"has a part of {blocks} blocks: column_blocks={blocks} of the layer before it, which is for halves "
-                "that a gated activation pairs. Leave column_blocks out there."
-            )
-        return 0
-
     def _all_reduced_weight_amaxes(self, recipe: Recipe, as_nodes: bool) -> Parts:
         """Return the all-reduced amaxes of the weight, by row and by column,
         for a cast into the cache; none if the scales follow from this process's weight."""
@@ -166,198 +152,121 @@ class Quantized(FusibleOperation, nn.Module):
         """Return how the device multiplies operands of these quantizers: "native", "emulated" or "reference"."""
         raise NotImplementedError
 
-    # -- the recipe ------------------------------------------------------------------------------------------------
+    def op_holds_objects(self) -> bool:
+        """Whether backward needs Python objects, which a custom operator cannot take."""
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
+            return False
+        return any([weight.requires_grad for weight in self._weight_parts()])
 
-    def _set_up(
-        self,
-        recipe: str | Recipe | None,
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
-        strict: bool = True,
-        path: str = "",
-    ) -> None:
-        """Sets the settings, and makes the buffers that the recipe needs."""
-        optimizer_hooks.listen(self)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.strict = strict
-        self._path = path  # for messages
-        self._warned = False
-        self.__dict__["_hidden"] = HiddenBuffers()  # not a submodule
-        self._codes = WeightCodes()
-        self._scaling = scaling.DelayedScaling()
-        self._wgrad = WeightGradient()
-        self._recipe: Recipe | None = None
-        self._given_recipe = False  # whether `convert` gave the recipe to a layer that had none
-        self._follows = False  # whether the layer ever ran in an ambient recipe
-        self._pending: dict[str, Tensor] = {}  # loaded state whose buffers do not exist yet
-        self._on_meta = False  # whether state is on the meta device, until the weight leaves it
-        self._unplaced = False  # whether a call has yet to check that hidden buffers are on the weight's device
-        self._seed = _seed_of(self, path)
-        self.recipe = recipe  # type: ignore[assignment]
+    def _has_weight_hooks(self) -> bool:
+        """Whether a weight has hooks on its gradient."""
+        weights: list[Any] = list(self._weight_parts())
+        return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in weights)
 
-    def _tear_down(self) -> None:
-        """Undoes `_set_up`: removes all attributes and buffers that a plain module does not have."""
-        self._release_codes()
-        self._codes.drop(self)
-        self._scaling.drop(self)
-        for name in (
-            "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict", "_hidden",
-            "_codes", "_scaling", "_wgrad", "_recipe", "_given_recipe", "_follows", "_pending", "_on_meta", "_seed",
-            "_path", "_warned", "_unplaced",
-        ):  # fmt: skip
-            del self.__dict__[name]
-        self.__dict__.pop("_schedule", None)
+    def _parametrized_weights(self) -> list[str]:
+        """Return the names of weights that are not parameters: a parametrization computes them at every call."""
+        return [name for name in self._names_of_weights() if name not in self._parameters]
 
-    def _lose_recipe(self) -> None:
-        """Drop the recipe and its state; the layer follows `octavo.autocast` again."""
-        self._codes.drop(self)
-        self._scaling.drop(self)
-        self._hidden.drop([SEED])
-        self._recipe, self._given_recipe, self._schedule = None, False, None
+    def _why_parametrized(self, option: str) -> str:
+        """Return why an option excludes parametrized weights; empty if there are none."""
+        names = self._parametrized_weights()
+        if not names:
+            return ""
+        return (
+            f"{option} needs a weight that stays from call to call, and {names[0]} is made anew for each, by a "
+            "parametrization. Leave it out, or remove the parametrization"
+        )
 
-    @property
-    def recipe(self) -> Recipe | None:
-        """The layer's own recipe; None if the layer follows `octavo.autocast`. Set it to a name, a canonical string, a
-        `Recipe` or None."""
-        return self._recipe
+    def _refuse_parametrized(self, option: str) -> None:
+        """Raise if the layer has parametrized weights, which `option` excludes."""
+        if why := self._why_parametrized(option):
+            raise UnsupportedConfig(f"{self.op_describe()}: {why}.")
 
-    @recipe.setter
-    def recipe(self, spec: str | Recipe | None) -> None:
-        found = None if spec is None else resolve(spec)
-        if found is not None and (why := self._recipe_unsupported_reason(found)):
-            raise UnsupportedConfig(f"This layer cannot run in {found}: {why}. octavo.revert(model) starts afresh.")
-        if found is not None:
-            if not found.stateful:
-                self._scaling.drop(self)
-            self._prepare(found)
-        self._recipe = found
-        if self._schedule is not None:  # a recipe that the caller sets stays
-            self._schedule = None
-
-    def _follow_schedule(self, changes: tuple[tuple[int, Recipe], ...], step: int, since: int) -> None:
-        """Make the layer change its recipe at these steps; `step` is the number of steps that the run has made, and
-        `since` the one from which on it has had the recipe of now."""
-        assert self._recipe is not None
-        self._schedule = RecipeSchedule(self._recipe, changes, step, since) if changes else None
-
-    def _end_scheduled_step(self, in_graph: bool) -> None:
-        """Count a step, and change the recipe if one begins at the next."""
-        schedule = self._schedule
-        if schedule is None:
-            return
-        if in_graph:
-            raise UnsupportedConfig(
-                f"{self.op_describe()} changes its recipe at step {schedule.changes[-1][0]}, and a graph cannot count "
-                "steps. Call octavo.step outside of the graph, or use a policy without from_step."
-            )
-        schedule.step += 1
-        recipe = schedule.recipe_at(schedule.step)
-        if recipe != self._recipe:
-            self._scaling.drop(self)  # a window of amaxes begins anew
-            if not recipe.linear().is_stochastic:  # a run that resumes here has no counter of rounding
-                self._hidden.drop([SEED])
-            self.recipe = recipe  # type: ignore[assignment]
-        self._schedule = None if schedule.has_ended() else schedule
-
-    def _recipe_unsupported_reason(self, recipe: Recipe | None) -> str:
-        """Return why this layer cannot use a recipe; empty if it can."""
-        weight: Any = self._weight_parts()[0]
-        if recipe is not None and isinstance(weight, QuantizedWeight) and recipe.key != weight.kind.recipe:
-            return f"its weight is held as codes of {weight.kind.recipe}"
-        if why := unsupported_dtype_reason(self._weight_parts()[0].dtype):
-            return why
-        return self._scaling.unsupported_reason(recipe) if recipe is not None and recipe.stateful else ""
-
-    def _prepare(self, recipe: Recipe) -> None:
-        """Makes the buffers that a recipe needs and the layer lacks."""
-        if torch.compiler.is_compiling():
-            self._now("_install_key", recipe.key)
-        else:
-            self._install(recipe)
-
-    def _install_key(self, recipe_key: str) -> None:
-        """Makes the buffers of a recipe, given by its key, while a compiler traces."""
-        self._install(resolve(recipe_key))
-
-    def _install(self, recipe: Recipe) -> None:
-        remembers = recipe.stateful and self._scaling.recipe != recipe
-        is_stochastic = SEED not in self._hidden._buffers and recipe.linear().is_stochastic
-        if remembers or is_stochastic:  # checked at every forward under an ambient recipe, and rarely true
-            weight = self._weight_parts()[0]
-            with as_real_as(weight), torch.inference_mode(False):  # buffers made in inference mode could not train
-                if remembers:
-                    self._scaling.install(self, recipe, weight.device, self.scales_per_operand)
-                if is_stochastic:
-                    seed = torch.tensor([self._seed, 0], device=weight.device, dtype=torch.int64)
-                    self._hidden.put(SEED, seed)
-            self._on_meta = any(buffer.is_meta for _, buffer in self._state())
-            self._unplaced = True
-        if self._pending:
-            self._pending = self._load_recipe_state(self._pending)
-
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, buffer) for the state of recipes in this layer."""
-        for name in (*scaling.BUFFERS, SEED):
-            buffer = self._hidden._buffers.get(name)
-            if buffer is not None:
-                yield name, buffer
-
-    def _settle(self) -> None:
-        """Makes the state that was on the meta device, once the weight has left it."""
-        if self._on_meta and self._place().type != "meta":
-            self._reset_state()
-
-    def _settle_with_weight(self) -> None:
-        """Settles, and moves hidden buffers to the device of a weight that was moved without them: `fully_shard` moves
-        parameters to its mesh one by one, and `load_state_dict(..., assign=True)` replaces them."""
-        self._settle()
-        self._unplaced = self._on_meta
-        device = self._place()
-        stay = [t.is_meta or _is_fake(t) or t.device == device for t in self._hidden.buffers()]
-        if all(stay) or device.type == "meta" or any(map(_is_fake, self.parameters())):
-            return
-        self._codes.drop(self)
-        self._scaling.forget_views()
-        self._hidden.follow(lambda buffer: buffer.to(device))
-
-    def _place(self) -> torch.device:
-        """Returns the device of the parameters, without computing a parametrized weight."""
-        found: Tensor | None = next(self.parameters(), None)
-        found = next(self.buffers(), None) if found is None else found  # a weight may be a buffer
-        return torch.device("cpu") if found is None else found.device
-
-    def _followed(self, recipe: Recipe | None) -> Recipe:
-        """Returns the ambient recipe, or the unquantized one, for a layer without its own, and prepares its buffers."""
-        if recipe is None:
-            if not torch.compiler.is_compiling() and self._follows and current_graph_task() != -1:
-                raise UnsupportedConfig(
-                    "This layer takes its recipe from octavo.autocast, and a checkpoint runs it again in backward, "
-                    "outside of the autocast block. Enter octavo.autocast inside the checkpointed function, or give "
-                    "the layer its own recipe: octavo.convert(model, recipe)."
-                )
-            return UNQUANTIZED
-        self._prepare(recipe)
-        if not torch.compiler.is_compiling() and not self._follows:  # a graph would guard on it
-            self._follows = True
-        return recipe
+    def _why_alone_in_graph(self) -> str:
+        """Return why the layer joins no run in the graph that is being traced; empty if it joins one, or in eager
+        mode."""
+        if not torch.compiler.is_compiling():
+            return ""
+        if self.delay_wgrad_compute:
+            return "its dW is deferred, and in a graph that takes a node of its own"
+        return "it does not compile" if unsupported_in_graph(self) else ""
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
+
+    def _materialize_for_call(self) -> None:
+        """Place the state of the recipe beside the weight, before the first call after one of them moved."""
+        if torch.compiler.is_compiling():
+            self._now("_materialize_with_weight")
+        elif self._unplaced:
+            self._materialize_with_weight()
+
+    def _lookup(
+        self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None, more: tuple[Tensor, ...] = (), *settings: Any
+    ) -> Lookup | None:
+        """Return a call with plain tensors as the call cache finds it. `more` are inputs after the bias, `settings`
+        those of the subclass. None where something else takes part: codes of the weight, scales that are measured, a
+        gradient of the weight that does not go through autograd, other ranks, a run on shapes."""
+        if weight is None or self._unplaced:
+            return None
+        recipe, enabled = self._recipe or self._followed(ambient.recipe), torch.is_grad_enabled()
+        codes, scaling = self._codes, self._scaling
+        if (
+            ambient.first is not None or codes.ambient or codes.held or scaling.uncalibrated or process.dry
+            or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+            or (self.parallel is not None and self._split_over_ranks() is not None)
+        ):  # fmt: skip
+            return None
+        trains = enabled and weight.requires_grad
+        needs = enabled and (needs_dx or trains or (bias is not None and bias.requires_grad))
+        observes = enabled and self.training and recipe.stateful
+        scales, running_amaxes = scaling.of_call(self, observe=observes) if recipe.stateful else ((), ())
+        buffers = self._hidden._buffers
+        return Lookup(
+            (
+                self.NAME, recipe.key, self.training, enabled, self.keep_weight_codes, bias is None, weight.shape,
+                trains, *settings,
+            ),
+            [weight, *(() if bias is None else (bias,)), *more, *scales, *running_amaxes],
+            (None, buffers[DY_AMAX] if observes else None, buffers.get(SEED), None) if needs else (None,) * 4,
+            needs, trains, observes,
+        )  # fmt: skip
+
+    def _note_hit(self, lookup: Lookup) -> None:
+        if lookup.trains:
+            self._codes.trained = True
+        if lookup.observes:
+            self._scaling.watch(self, lookup.tensors[0])
+
+    def _looked_up(self, x: Any, *extras: Tensor) -> tuple[tuple[Any, ...] | None, Tensor | None]:
+        """Return y of a call that is a hit of the call cache. Of another call: the settings by which a later one may
+        be a hit; None if there are none. For an x that is a plain tensor on a device of `call_cache.DEVICES`, outside
+        of graphs."""
+        lookup = self._call_lookup(x.requires_grad, extras)
+        if lookup is None:
+            return None, None
+        settings, tensors = (x.shape, x.requires_grad, *lookup.settings), [x, *lookup.tensors]
+        hit = call_cache.find(settings, tensors)
+        if hit is None:
+            return settings, None
+        self._note_hit(lookup)
+        return settings, run_hit(hit, tensors, lookup.buffers, self)[0]
 
     def _run_node(
         self, stage: Stage, x: Tensor | None, as_nodes: bool, shape: tuple[int, ...] | None = None
     ) -> Sequence[Tensor]:
-        """Runs the layer's node, inside of all collectives. Returns y, then extras; see `octavo.runtime.call`."""
+        """Run the layer's node, inside of all collectives. Return y, then auxiliary outputs."""
         return call(stage, x, as_nodes, self, shape)
 
     def _weight_side(
         self, recipe: Recipe, weights: Sequence[Tensor], grads: str, first: bool | Tensor | None, as_nodes: bool,
         has_codes: bool = False,
     ) -> WeightSide:  # fmt: skip
-        """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
+        """Return the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
         dry = process.dry > 0 or (as_nodes and runs_on_shapes(weights[0]))
-        observe = recipe.stateful and self.training and not dry and scaling.observes(self, weights[0], as_nodes)
+        observe = recipe.stateful and self.training and not dry and torch.is_grad_enabled()
+        if observe and not as_nodes:  # a graph would guard on the counts
+            scaling.watch(self, weights[0])
         kind = self._codes.supply(self, recipe, weights, first, grads, observe, dry)
         measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.uncalibrated else ""
         main_grad, dummy, delay = "", False, ""
@@ -368,10 +277,9 @@ class Quantized(FusibleOperation, nn.Module):
             # a graph's forward leaves operands before any backward, and one in eval mode may never have one
             delay = "queue" if not as_nodes else "buffers" if self.training else ""
         row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
-        inverse_scales = scaling.inputs(self, measured) if recipe.stateful else ()
+        scales, amaxes = scaling.of_call(self, measured, observe) if recipe.stateful else ((), ())
         return WeightSide(
-            kind, observe, measured, main_grad, dummy, delay,
-            (row, column, inverse_scales, scaling.running_amaxes(self) if observe else ()),
+            kind, observe, measured, main_grad, dummy, delay, (row, column, scales, amaxes),
             self._written(grads, observe, main_grad, delay, as_nodes),
             # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
@@ -379,7 +287,7 @@ class Quantized(FusibleOperation, nn.Module):
         )  # fmt: skip
 
     def _written(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
-        """Returns the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
+        """Return the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
         target: Any = () if as_nodes else None
         if not grads:
             return target, None, None, None
@@ -389,41 +297,38 @@ class Quantized(FusibleOperation, nn.Module):
         seed = self._hidden._buffers.get(SEED)
         return target, amax, seed.clone() if process.dry and seed is not None else seed, box
 
-    def _after(self, key: str, codes: Parts) -> Any:
-        """Returns the function that takes a call's extra outputs: it stores operands for a delayed dW. `codes` are x's,
-        as the caller passed them."""
+    def _config_key(
+        self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: str, side: WeightSide, codes: XCodes,
+        **settings: Any,
+    ) -> str:  # fmt: skip
+        """Return the string of a call's config."""
+        settings |= {
+            "weight": side.weight, "observe": side.observe, "measured": side.measured, "main_grad": side.main_grad,
+            "dummy_grad": side.dummy_grad, "deferred_wgrad": side.deferred_wgrad, "grads": grads,
+            "dtype": DTYPE_NAMES[x.dtype], "weight_dtype": DTYPE_NAMES[weight.dtype],
+            "recompute_w_columns": not self.keep_weight_codes,
+        }  # fmt: skip
+        if bias is not None:
+            settings["bias_dtype"] = DTYPE_NAMES[bias.dtype]
+        if codes.row:
+            settings |= {"x": "codes", "x_has_columns": len(codes.column) > 0}
+        if torch.compiler.is_compiling():
+            return call_key(self.NAME, recipe, **settings)
+        return _cached_key(self.NAME, recipe.key, **settings)
 
-        def after(extras: Sequence[Tensor]) -> None:
-            self._wgrad.post(self, key, extras, codes)
+    def _after(self, key: str, codes: Parts) -> Any:
+        """Return the function that takes a call's auxiliary outputs: it stores operands for a deferred dw. `codes` are
+        x's, as the caller passed them."""
+
+        def after(auxiliary: Sequence[Tensor]) -> None:
+            self._wgrad.post(self, key, auxiliary, codes)
 
         return after
-
-    def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which a custom operator cannot take."""
-        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
-            return False
-        return any([weight.requires_grad for weight in self._weight_parts()])
-
-    @while_tracing
-    def _now(self, method: str, *arguments: Any) -> Any:
-        """Runs a method as plain Python while a compiler traces: one of this layer's, or as "owner.method" one of an
-        attribute's, with the layer as first argument. The compiler takes arguments and results as constants, so modules
-        cannot be among them."""
-        owner, _, name = method.rpartition(".")
-        return getattr(getattr(self, owner), name)(self, *arguments) if owner else getattr(self, name)(*arguments)
-
-    def _refuse(self, why: str) -> None:
-        """Raises the reason why this layer cannot be in a graph; without `strict`, warns once."""
-        if self.strict:
-            raise UnsupportedConfig(why)
-        if not self._warned:
-            self._warned = True
-            warn(f"Running outside the graph. {why}", stacklevel=3)
 
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 
     def backward_dw(self) -> None:
-        """Computes a weight gradient that `delay_wgrad_compute=True` left out of backward.
+        """Compute a weight gradient that `delay_wgrad_compute=True` left out of backward.
 
         Call it once for each backward: each call takes the oldest one that is pending, and adds the gradient to
         `weight.grad` or to `weight.main_grad`. Hooks of the weight fire here, once. If the call raises, call it again:
@@ -450,7 +355,7 @@ class Quantized(FusibleOperation, nn.Module):
         self._wgrad.deliver(self)
 
     def discard_dw(self, captured: bool = False) -> int:
-        """Discards the weight gradients that still wait for `backward_dw()`, such as those of warm-up calls.
+        """Discard the weight gradients that still wait for `backward_dw()`, such as those of warm-up calls.
 
         Args:
             captured: also discard those of backwards that were captured in a CUDA graph. Pass True after a capture that
@@ -466,63 +371,6 @@ class Quantized(FusibleOperation, nn.Module):
             1
         """
         return self._wgrad.queue.discard(captured=captured)
-
-    def _has_weight_hooks(self) -> bool:
-        """Whether a weight has hooks on its gradient."""
-        weights: list[Any] = list(self._weight_parts())
-        return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in weights)
-
-    def _parametrized_weights(self) -> list[str]:
-        """Return the names of weights that are not parameters: a parametrization computes them at every call."""
-        return [name for name in self._names_of_weights() if name not in self._parameters]
-
-    def _why_parametrized(self, option: str) -> str:
-        """Return why an option excludes parametrized weights; empty if there are none."""
-        names = self._parametrized_weights()
-        if not names:
-            return ""
-        return (
-            f"{option} needs a weight that stays from call to call, and {names[0]} is made anew for each, by a "
-            "parametrization. Leave it out, or remove the parametrization"
-        )
-
-    def _refuse_parametrized(self, option: str) -> None:
-        """Raise if the layer has parametrized weights, which `option` excludes."""
-        if why := self._why_parametrized(option):
-            raise UnsupportedConfig(f"{self.op_describe()}: {why}.")
-
-    # -- recipe state, for checkpoints ---------------------------------------------------------------------------------
-
-    def _recipe_state(self) -> dict[str, Tensor]:
-        """Return copies of the recipe state: delayed scaling's memory, the counter of stochastic rounding."""
-        self._settle()
-        state = self._scaling.export(self)
-        if (seed := self._hidden._buffers.get(SEED)) is not None:
-            state[ROUNDING] = seed.clone()
-        if self._schedule is not None:
-            state[STEP] = self._schedule.export()
-        return state
-
-    def _load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Load the tensors that the layer has buffers for, and return the rest."""
-        self._settle()
-        rest = dict(state)
-        if self._schedule is not None and STEP in rest:
-            found = rest.pop(STEP)
-            self._schedule.step = self._schedule.step if _is_fake(found) else int(found)
-        if self._on_meta:
-            return rest
-        count = len(rest)
-        self._scaling.restore(self, rest)
-        if (seed := self._hidden._buffers.get(SEED)) is not None and ROUNDING in rest:
-            seed.copy_(rest.pop(ROUNDING))
-        if len(rest) < count:
-            self._scaling.recall(self)
-        return rest
-
-    def _pending_state(self) -> dict[str, Tensor]:
-        """Return copies of the loaded state whose buffers do not exist yet."""
-        return {name: tensor.clone() for name, tensor in self._pending.items()}
 
     # -- weights that are codes ----------------------------------------------------------------------------------------
 
@@ -545,75 +393,40 @@ class Quantized(FusibleOperation, nn.Module):
         """Replace codes by a weight with the dequantized values."""
         self._codes.release(self)
 
-    # -- overrides of nn.Module's methods -----------------------------------------------------------------------------
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a file, or of a copy: a `__deepcopy__` would be found through `torch.compile(layer)` too,
-        whose copy would be the plain layer."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._listen()
-
-    def _listen(self) -> None:
-        """Makes a copy, or a layer from a file, hear the steps of optimizers."""
-        self._unplaced = True
-        optimizer_hooks.listen(self)
-        if self._scaling.recipe is not None:
-            scaling.listen(self)
-
-    def _reset_seed(self) -> None:
-        """Derives the seed of rounding again, after the parameters were initialised again."""
-        if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
-            self._seed = _seed_of(self, "")
-            if (seed := self._hidden._buffers.get(SEED)) is not None:
-                seed.copy_(torch.tensor([self._seed, 0], device="cpu", dtype=torch.int64))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
-        """Applies `fn`. Hidden buffers follow the module's device."""
-        if not self._codes.held:
-            self._codes.drop(self)
-        self._scaling.forget_views()
-        done: dict[int, Tensor] = {}
-        held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, QuantizedWeight)}
-        self._parameters.update(dict.fromkeys(held))  # already moved: hide them from nn.Module
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._parameters.update(held)
-        self._hidden.follow(fn)
-        self._unplaced = True
-        on_meta = self._on_meta
-        self._on_meta = any(buffer.is_meta for _, buffer in self._state())
-        if (on_meta or self._on_meta) and self._place().type != "meta":
-            self._reset_state()
-        return self
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._codes.held:
+            names, values = self._names_of_weights(), self._codes.values(self)
+            for name, part in zip(names, [values] if len(names) == 1 else values.unbind(), strict=True):
+                destination[prefix + name] = part
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Loads, then moves recipe state to the weight's device, which changes if a loaded weight is assigned."""
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
-        self._settle_with_weight()
-        self._unplaced = True  # FSDP may keep the weight elsewhere than calls have it
-        if any(prefix + name in state_dict for name in self._names_of_weights()):
-            self._weights_loaded()
+        """Load a state dict; values of a quantized weight are quantized."""
+        keys = [prefix + name for name in self._names_of_weights()]
+        loaded, own = [state_dict.get(key) for key in keys], self._weight_parts()
+        fits = all([part is not None and part.shape == p.shape for part, p in zip(loaded, own, strict=True)])
+        if self._codes.held and fits:
+            self._codes.load(self, loaded, assign=rest[0].get("assign_to_params_buffers", False))
+            # torch's own loading then finds the weights already loaded
+            state_dict = {**state_dict, **{k: p.detach() for k, p in zip(keys, self._weight_parts(), strict=True)}}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _weights_loaded(self) -> None:
-        """Notes that weights were loaded."""
-        self._scaling.weights_loaded()
-        self._codes.note_load()
+    def _repr_of_recipe(self) -> str:
+        recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
+        return f"recipe={recipe}"
 
-    def _reset_state(self) -> None:
-        """Makes the state as at construction: storage of a tensor from the meta device has no values yet."""
-        remembered = self._scaling.recipe
-        self._scaling.drop(self)
-        self._hidden.drop([SEED])
-        for recipe in (remembered, self._recipe):
-            if recipe is not None:
-                self._prepare(recipe)
+    def _repr_of_weight(self) -> str:
+        return ", weight that is codes" if self._codes.held else ""
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
+@lru_cache(maxsize=4096)
+def _cached_key(name: str, recipe_key: str, **settings: Any) -> str:
+    """Return the string of a config. By the recipe's key, a string: the hash of a recipe is computed in Python."""
+    return call_key(name, resolve(recipe_key), **settings)
 
 
 def _forward_outside(module: Quantized, why: str, *arguments: Any) -> Any:
-    """Runs the module eagerly, outside the graph: raises if it is strict, else warns once."""
+    """Run the module eagerly, outside the graph: raise if it is strict, else warn once."""
     module._refuse(why)
     return module.forward(*arguments)
 
@@ -622,7 +435,7 @@ outside = Untraced(_forward_outside, "octavo: this layer cannot be part of a gra
 
 
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:
-    """Returns the letters of the gradients that backward may compute; `x` says whether x requires one."""
+    """Return the letters of the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return ""
     return (
@@ -631,12 +444,3 @@ def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tens
         + ("b" if bias is not None and bias.requires_grad else "")
         + ("s" if scales is not None and scales.requires_grad else "")
     )
-
-
-def _seed_of(module: Quantized, path: str) -> int:
-    """Returns the seed of stochastic rounding: a hash of torch's generator state, the layer's path and its sizes.
-    It draws no random numbers, so parameters and dropout are the same as without it."""
-    generator = torch.get_rng_state()
-    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real bytes, even under fake tensors
-    shape = f"{module.out_features}x{module.in_features}"
-    return state << 30 | zlib.crc32(f"{path} {shape}".encode("utf-8", "surrogatepass")) >> 2

@@ -1,17 +1,21 @@
 """The layer contract, and how a call of a layer runs: eagerly, as nodes of a graph, or replayed.
 
     contract            what a layer defines: config, forward, abstract, save, backward; LAYERS finds it by name
-    chain               several layers as one, as a run of a Sequential needs it
+    chain, chain_config several layers as one, as a run of a Sequential needs it
     stage, call         one call of a layer, and the decision between eager mode and graph nodes
     eager               the autograd function of eager mode
-    replay/             recorded launches: on a GPU the third call of a kind runs a list instead of Python
+    call_cache          recorded calls, and the guards of a hit: on a GPU the third call of a kind runs a recording
+    replay/             how a call is recorded, and its source
     graph_nodes         octavo::run and octavo::run_bwd, the two operators of every layer in a compiled graph
+    weight_nodes        operators of weights: cached codes, codes in a weight's place, steps of optimizers
+    digest              of the package's sources, in the string of every node's call
     direct_calls        a node's call without torch's dispatcher, where a check in the process allows it
     gradient_targets    where backward writes dw and running amaxes
     named_gradients     gradients that a user's backward returns by name, in the order of the inputs
     caller_memory       y and dx in memory of the caller
 
-    module -> Stage -> call -+- eager: replay? -> Layer.forward, save ... Layer.backward
+    module -> Lookup -> call_cache: a hit? -> its recording
+    module -> Stage -> call -+- eager: call_cache -> Layer.forward, save ... Layer.backward
                              +- graph: octavo::run  ...  octavo::run_bwd
 
 Nothing here knows a module, a recipe's class (but for a message of `modified`) or a particular layer: layers register

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo._torch.dispatcher import dispatch_depth
 from octavo._torch.tracing import saved_elsewhere
 from octavo.runtime import eager, graph_nodes
-from octavo.runtime.eager import like as like
+from octavo.runtime.eager import run_hit as run_hit
 from octavo.runtime.stage import Stage as Stage
 
 

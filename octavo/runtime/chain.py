@@ -11,187 +11,25 @@ stage keeps; a fused backward takes what each stage has saved and returns what e
 and backward are fused together, the stages' own configs say what is saved instead.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.proto import TensorProto
+from octavo.runtime.chain_config import ChainStep
+from octavo.runtime.chain_config import Config as Config
 from octavo.runtime.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.runtime.dry_run import Miscounted
 from octavo.runtime.gradient_targets import Writes
 from octavo.runtime.named_gradients import in_order
-from octavo.values import Value, register
-
-
-class ChainStep(NamedTuple):
-    """A step of stages first … last - 1."""
-
-    name: str  # of a fused operation; empty for a single stage
-    first: int
-    last: int
-
-
-@register("chain")
-class Config(Value):
-    stages: tuple[Value, ...] = ()  # the stages' configs
-    forward: tuple[tuple[str, int, int], ...] = ()  # fused steps; stages between them are steps of their own
-    backward: tuple[tuple[str, int, int], ...] = ()
-    routes: tuple[tuple[int, int, int, int], ...] = ()  # (stage, its input, producer, which of its side outputs)
-    hidden: tuple[tuple[int, int], ...] = ()  # (stage, which of its side outputs): not among the chain's outputs
-    begin: int = 0  # the number of the first stage's operation, for messages
-
-    @cached_property
-    def layers(self) -> tuple[Any, ...]:
-        return tuple(LAYERS[stage.registered_name] for stage in self.stages)
-
-    @cached_property
-    def pairs(self) -> tuple[tuple[Any, Any], ...]:
-        """Each stage's layer and config."""
-        return tuple(zip(self.layers, self.stages, strict=True))
-
-    @cached_property
-    def steps(self) -> tuple[ChainStep, ...]:
-        return _steps(self.forward, len(self.stages))
-
-    @cached_property
-    def back_steps(self) -> tuple[ChainStep, ...]:
-        """The steps that have a backward, in the order in which backward runs them."""
-        return tuple(
-            step for step in reversed(_steps(self.backward, len(self.stages)))
-            if any(self.active[step.first : step.last])
-        )  # fmt: skip
-
-    @cached_property
-    def active(self) -> tuple[bool, ...]:
-        """Whether each stage has a backward. A stage whose only gradient goes to a buffer has one, though it returns
-        none."""
-        return tuple(layer.has_backward(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def wanted(self) -> tuple[tuple[bool, ...], ...]:
-        return tuple(layer.wants(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def auxiliary_sizes(self) -> tuple[int, ...]:
-        """The number of extras of each stage; the sizes below likewise."""
-        return tuple(layer.auxiliary(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def intermediates_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.intermediates_size(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def saved_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.saved_size(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def buffers_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.buffers_size(stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def fields(self) -> tuple[int, ...]:
-        """The number of inputs of each stage besides x."""
-        return tuple(len(wants) - 1 for wants in self.wanted)
-
-    @cached_property
-    def forks(self) -> tuple[bool, ...]:
-        """Whether each stage is a fork, which returns x itself."""
-        return tuple(layer.forks for layer in self.layers)
-
-    @cached_property
-    def side_counts(self) -> tuple[int, ...]:
-        """The number of side outputs of each stage."""
-        return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
-
-    @cached_property
-    def shown(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, which of its side outputs are outputs of the chain."""
-        return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.side_counts))
-
-    @cached_property
-    def shown_counts(self) -> tuple[int, ...]:
-        """For each stage, how many of its side outputs are outputs of the chain."""
-        return tuple(len(shown) for shown in self.shown)
-
-    @cached_property
-    def input_spans(self) -> list[slice]:
-        """The places of each stage's inputs, without x, among the chain's inputs; the spans below likewise."""
-        return _spans(self.fields, 1)
-
-    @cached_property
-    def shown_spans(self) -> list[slice]:
-        return _spans(self.shown_counts, 1)
-
-    @cached_property
-    def auxiliary_spans(self) -> list[slice]:
-        return _spans(self.auxiliary_sizes)
-
-    @cached_property
-    def intermediates_spans(self) -> list[slice]:
-        return _spans(self.intermediates_sizes, _kept_count(self))
-
-    @cached_property
-    def saved_spans(self) -> list[slice]:
-        return _spans(self.saved_sizes)
-
-    @cached_property
-    def buffer_spans(self) -> list[slice]:
-        return _spans(self.buffers_sizes)
-
-    @cached_property
-    def named_inputs(self) -> tuple[Callable[..., Any], ...]:
-        """For each stage, a function that makes its Inputs from x and the other fields."""
-        return tuple(partial(layer.inputs_of, stage) for layer, stage in self.pairs)
-
-    @cached_property
-    def inside(self) -> frozenset[tuple[int, int]]:
-        """(stage, input) of each input that is a side output of another stage."""
-        return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
-
-    @cached_property
-    def sums(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Routes in the order in which their gradients are added: the last consumer's first, as autograd adds those of
-        operations that are called one by one."""
-        return tuple(sorted(self.routes, reverse=True))
-
-    @cached_property
-    def decided_by_layout(self) -> dict[str, bool]:
-        """For each side, whether the layout decides the launches of all stages."""
-        return {
-            side: all(layer.decided_by_layout(stage, side) for layer, stage in self.pairs)
-            for side in ("forward", "backward")
-        }
-
-    @cached_property
-    def loose(self) -> tuple[tuple[int, int], ...]:
-        """Hidden side outputs, without those of forks, which are x."""
-        return tuple((i, k) for i, k in self.hidden if not self.forks[i])
-
-
-@lru_cache(maxsize=4096)
-def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[ChainStep, ...]:
-    steps: list[ChainStep] = []
-    for name, first, last in fused:
-        steps += [ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, first)]
-        steps.append(ChainStep(name, first, last))
-    return (*steps, *[ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, count)])
 
 
 class Fields(tuple[Any, ...]):
     """Inputs or buffers of a chain, as many as its stages have."""
 
     _make: Any = classmethod(tuple.__new__)
-
-
-def _spans(sizes: Sequence[int], start: int = 0) -> list[slice]:
-    spans = []
-    for size in sizes:
-        spans.append(slice(start, start + size))
-        start += size
-    return spans
 
 
 def stage_inputs(config: Config, inputs: Sequence[Any]) -> list[Any]:
@@ -219,7 +57,7 @@ class ChainLayer(Layer):
         return sum(config.auxiliary_sizes)
 
     def intermediates_size(self, config: Config) -> int:
-        return _kept_count(config) + sum(config.intermediates_sizes)
+        return int(config.kept_count + sum(config.intermediates_sizes))
 
     def saved_size(self, config: Config) -> int:
         return sum(config.saved_sizes)
@@ -456,8 +294,8 @@ def _with(inputs: Any, field: int, value: Any) -> Any:
 
 
 def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> ForwardResult:
-    """Join the results of all stages into the chain's: y and side outputs; extras; values between stages that one of
-    them keeps, then intermediates."""
+    """Join the results of all stages into the chain's: y and side outputs; auxiliary outputs; values between
+    stages that one of them keeps, then intermediates."""
     for i in range(1, len(stages)):
         stages[i] = stages[i]._replace(x=made[i - 1].outputs[0])
     sides = [m.outputs[1 + k] for m, shown in zip(made, config.shown, strict=True) for k in shown]
@@ -477,10 +315,6 @@ def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> For
         tuple([t for m in made for t in m.auxiliary]),
         (*kept, *[t for m in made for t in m.intermediates]),
     )
-
-
-def _kept_count(config: Config) -> int:
-    return len(config.stages) - 1 + len(config.loose)
 
 
 def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:

@@ -119,7 +119,7 @@ class Layer:
         return 1
 
     def auxiliary(self, config: Any) -> int:
-        """The number of extras."""
+        """The number of auxiliary outputs."""
         return 0
 
     def intermediates_size(self, config: Any) -> int:

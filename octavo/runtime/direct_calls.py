@@ -7,14 +7,15 @@ one here too: the function then calls the operator.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.dispatcher import dispatch_depth
+from octavo.runtime.call_cache import Results, find, run
 from octavo.runtime.graph_nodes import node_call
-from octavo.runtime.replay.calls import Results, call, fixed_key_of, key_of, latest
 
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Node = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -24,8 +25,7 @@ def forward(text: str, *, fixed: bool) -> Node:
     """Return the function of a forward node. `text` is its call string; `fixed` says whether its tensors have the same
     layout at every call."""
     parsed = node_call(text)
-    run = _Replays(lambda tensors: parsed.run(parsed.unreplayed, tensors), fixed)
-    work: Work = run if parsed.layer.decided_by_layout(parsed.config, "forward") else run.work
+    work = _NodeWork(parsed.run, parsed.is_cached["forward"], fixed)
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
@@ -33,8 +33,8 @@ def forward(text: str, *, fixed: bool) -> Node:
             return made
         if parsed.writes:
             parsed.refuse(tensors[::-1])
-        found = latest(run.head, tensors)
-        return work(tensors) if found is None else found.replay(*tensors)[1]
+        hit = find(work.decided, tensors)
+        return work(tensors) if hit is None else hit.replay(*tensors)[1]
 
     return node
 
@@ -43,8 +43,7 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
     """Return the function of a backward node. `mask` says which tensors forward has saved, `copies` whether the node
     also returns copies of the gradients that it writes to buffers of the caller's."""
     parsed = node_call(text)
-    run = _Replays(lambda tensors: parsed.run_backward(parsed.unreplayed, tensors, mask, copies), fixed)
-    work: Work = run if parsed.layer.decided_by_layout(parsed.config, "backward") else run.work
+    work = _NodeWork(partial(parsed.run_backward, mask, copies), parsed.is_cached["backward"], fixed)
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
@@ -52,29 +51,27 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
             return made
         if parsed.elsewhere:
             parsed.begin_writes(tensors)
-        found = latest(run.head, tensors)
-        if found is not None and not found.replay.mutates:  # type: ignore[attr-defined]
-            return found.replay(*tensors)[1]
+        hit = find(work.decided, tensors)
+        if hit is not None and not hit.replay.mutates:  # type: ignore[attr-defined]
+            return hit.replay(*tensors)[1]
         written = parsed.written_by_backward(tensors)
         with preserve_version_counter(written) if written else nullcontext():
-            return work(tensors) if found is None else found.replay(*tensors)[1]
+            return work(tensors) if hit is None else hit.replay(*tensors)[1]
 
     return node
 
 
-class _Replays:
+class _NodeWork:
     """A node's work, recorded at its second call and replayed from then on."""
 
-    def __init__(self, work: Work, fixed: bool) -> None:
-        self.work, self._key_of = work, fixed_key_of if fixed else key_of
-        self.head = (self,)  # of its keys
+    def __init__(self, work: Work, is_cached: bool, fixed: bool) -> None:
+        self.work, self.is_cached, self.fixed = work, is_cached, fixed
+        self.decided = (self,)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        key = self._key_of(self.head, tensors)
-        if key is None:
+        if not self.is_cached:
             return self.work(tensors)
-        found: Sequence[Tensor] = call(key, tensors, self._results, self.head)[1]  # type: ignore[assignment]
-        return found
+        return run(self.decided, tensors, self._results, self.decided, fixed=self.fixed)[1]
 
     def _results(self, tensors: Sequence[Tensor]) -> Results:
         return None, tuple(self.work(tensors))

@@ -1,11 +1,15 @@
 """The layer contract in eager mode: one thin autograd function, and none at all where nothing needs a gradient.
 
+Each call asks the call cache (`octavo.runtime.call_cache`) first. What is no hit runs the layer's own functions, and is
+recorded there if it may be. A call's tensors are listed once, by `pack`, and go through here as that list.
+
 Buffers that backward writes to do not pass through `save_for_backward`: a hook that moves saved tensors away would
 otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,55 +19,71 @@ from octavo._torch.autograd import current_graph_task, plain_apply, preserve_ver
 from octavo._torch.dispatcher import is_batched
 from octavo.errors import UnsupportedConfig
 from octavo.memory import overlap
+from octavo.runtime import call_cache
+from octavo.runtime.call_cache import Hit, Replay, Results
 from octavo.runtime.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
-from octavo.runtime.contract import LAYERS
-from octavo.runtime.driven import driven
+from octavo.runtime.contract import LAYERS, Layer, Tensors
+from octavo.runtime.gradient_targets import LazyTarget, Target
 from octavo.runtime.modified import explain_modified, refuse_modified, title_of
-from octavo.runtime.packing import pack, packing
-from octavo.runtime.replay.calls import MOST, Latest, fits
-from octavo.runtime.replay.layer import Replayed
+from octavo.runtime.packing import Packing, pack, packing
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 
 _ANCHOR = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
+class Prepared(NamedTuple):
+    """A layer and a config, with the answers of the layer that this config decides."""
+
+    layer: Layer
+    config: Any
+    key: str  # of the config
+    elsewhere: dict[int, int]  # inputs whose gradient lies in a buffer of the caller's, and the place of that buffer
+    cached_forward: bool  # whether the layout of the tensors decides the launches of forward
+    cached_backward: bool
+
+
+@lru_cache(maxsize=4096)
+def _prepared(layer: Layer, key: str) -> Prepared:
+    config = layer.config(key)
+    forward, backward = (layer.decided_by_layout(config, side) for side in ("forward", "backward"))
+    return Prepared(layer, config, key, layer.returned_elsewhere(config), forward, backward)
+
+
 # One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple, because every
 # call makes two, and NamedTuples are slower to make.
-#   layer, config
-#   fields      the layer's inputs
-#   singles     which of them are one tensor, the last first: they may take a gradient
+#   prepared    layer and config
+#   packed      the layer's inputs as places of `tensors`; those that are one tensor may take a gradient
+#   tensors     the layer's inputs, flat
 #   buffers     that backward writes to
-#   watched     a Watched, or None
+#   unchanged   an Unchanged, or None
 #   owner       named in messages
-#   replay      of forward, where one was found, and
-#   tensors     its arguments
-_Call = tuple[Replayed, Any, Sequence[Any], Sequence[int], Any, "Unchanged | None", Any, Any, Sequence[Tensor]]
-# The part of a call that its backward needs besides saved tensors, `ctx.call`: layer, config, singles, buffers, watched
-# and owner as above, then the number of outputs, and the marks of what the layer saved, as `pack` writes them
+#   replay      of forward, if the call is a hit
+#   hit_key     by which the next call may be one; None where the cache is not asked
+_Call = tuple[
+    Prepared, Packing, list[Any], Sequence[Any], "Unchanged | None", Any, Replay | None, tuple[Any, ...] | None
+]
+# The part of a call that its backward needs besides saved tensors, `ctx.call`: prepared, packed, buffers, unchanged and
+# owner as above, then the number of outputs, and the marks of what the layer saved, as `pack` writes them
 
 
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
-        layer, config, fields, singles, buffers, unchanged, owner, replay, tensors = call
+    def forward(ctx: Any, call: _Call, anchor: Tensor | None, *singles: Tensor) -> tuple[Tensor, ...]:
+        prepared, packed, tensors, buffers, unchanged, owner, replay, hit_key = call
         if replay is not None:
             (outputs, made, marks), results = replay(*tensors)
         else:
-            own = list(fields)
-            for i, t in zip(singles, given, strict=True):  # autograd may have unwrapped one
-                own[i] = t
-            (firsts, auxiliary, _), saved = layer.forward_and_save(config, layer.Inputs._make(own), True)
-            rest: list[Any] = []
-            outputs, made, marks = len(firsts), len(firsts) + len(auxiliary), pack(saved, rest)
-            results = (*firsts, *auxiliary, *rest)
+            for place, t in zip(packed.single_places, singles, strict=True):  # autograd may have unwrapped one
+                tensors[place] = t
+            (outputs, made, marks), results = _forward(prepared, packed, True, hit_key, tensors)
         ctx.save_for_backward(*results[made:])
-        ctx.call = layer, config, singles, buffers, unchanged, owner, outputs, marks
+        ctx.call = prepared, packed, buffers, unchanged, owner, outputs, marks
         ctx.set_materialize_grads(False)
         if made > outputs:
             ctx.mark_non_differentiable(*results[outputs:made])
-        found: tuple[Tensor, ...] = results[:made]
-        return found
+        returned: tuple[Tensor, ...] = results[:made]
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -75,6 +95,214 @@ class _Run(torch.autograd.Function):
 
 
 _apply = plain_apply(_Run)
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+
+
+def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
+    """Run one call. Return outputs, then auxiliary outputs. Messages name the `owner` by its `op_describe()`."""
+    prepared, out = _prepared(LAYERS[stage.name], stage.key), stage.out
+    fields: list[Any] = [x, *stage.inputs]
+    if out is not None:
+        at = prepared.layer.out_place(prepared.config)
+        assert at is not None
+        fields[at] = out
+        begin_write(out)
+        written = [out, x] if overlap(out, x) else [out]
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
+    tensors: list[Any] = []
+    packed = packing(pack(fields, tensors))
+    hit_key, hit = None, None
+    if prepared.cached_forward and out is None and tensors and tensors[0].device.type in call_cache.DEVICES:
+        hit_key = stage.settings  # the operation has looked itself up by these
+        if hit_key is None:
+            x_and_weight = tensors[0].shape, tensors[1 % len(tensors)].shape  # which tell most kinds of calls apart
+            hit_key = (prepared.layer, prepared.key, stage.needs, packed.marks, *x_and_weight)
+            hit = call_cache.find(hit_key, tensors)
+    if hit is None:
+        tensors = [_in_memory(t) if t._is_zerotensor() or t.is_neg() else t for t in tensors]
+    unchanged = Unchanged.now(stage.unchanged) if stage.unchanged else None
+    replay = None if hit is None else hit.replay
+    call = prepared, packed, tensors, stage.buffers, unchanged, owner, replay, hit_key
+    if not stage.needs:
+        made = _without_gradients(call)
+    else:
+        for place in prepared.elsewhere.values():
+            refuse_overlap(stage.buffers[place], fields)
+            refuse_grad(stage.buffers[place], x)
+        made = _with_gradients(call, _ANCHOR if stage.anchored else None)
+    if out is not None:
+        keep(out, made[0])
+    return made
+
+
+def run_hit(hit: Hit, tensors: list[Any], buffers: Sequence[Any], owner: Any = None) -> tuple[Tensor, ...]:
+    """Run a call that is a hit, as `run` does: `tensors` are x and the tensors of its `Lookup`."""
+    prepared, packed, saving = hit.context
+    call = prepared, packed, tensors, buffers, None, owner, hit.replay, None
+    return _with_gradients(call, None) if saving else _without_gradients(call)
+
+
+def _with_gradients(call: _Call, anchor: Tensor | None) -> tuple[Tensor, ...]:
+    """Run a call as a node of autograd's graph."""
+    # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
+    # for layers called one by one
+    singles = [call[2][place] for place in call[1].single_places]
+    apply = _Run.apply if call[6] is None else _apply  # there are no hits inside of transforms
+    try:
+        made: tuple[Tensor, ...] = apply(call, anchor, *singles)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        refuse_active(error)
+        raise
+    return made
+
+
+def _without_gradients(call: _Call) -> tuple[Tensor, ...]:
+    """Run a call that needs no gradient."""
+    prepared, packed, tensors, _, _, _, replay, hit_key = call
+    check_transforms(tensors)
+    try:
+        with torch.no_grad():
+            if replay is None:
+                (_, made, _), results = _forward(prepared, packed, False, hit_key, tensors)
+            else:
+                (_, made, _), results = replay(*tensors)
+    except RuntimeError as error:
+        refuse_active(error)
+        raise
+    returned: tuple[Tensor, ...] = results[:made]
+    return returned
+
+
+def _forward(
+    prepared: Prepared, packed: Packing, saving: bool, hit_key: tuple[Any, ...] | None, tensors: Sequence[Any]
+) -> Results:
+    """Run forward: through the call cache if there is a `hit_key`, else as it is written. Return the number of outputs,
+    that of outputs and auxiliary outputs, and the marks of what is saved; then outputs, auxiliary outputs and saved
+    tensors."""
+    layer, config = prepared.layer, prepared.config
+    if hit_key is not None:
+        decided = layer, "save" if saving else "forward", prepared.key, packed.marks
+        work = partial(_forward, prepared, packed, saving, None)
+        return call_cache.run(decided, tensors, work, hit_key, (prepared, packed, saving))
+    row = tuple(tensors)
+    inputs = layer.Inputs._make([None if place is None else row[place] for place in packed.places])
+    made, saved = layer.forward_and_save(config, inputs, saving)
+    results = [*made.outputs, *made.auxiliary]
+    outputs, count = len(made.outputs), len(results)
+    return (outputs, count, pack(saved, results) if saving else ""), tuple(results)
+
+
+def _in_memory(t: Tensor) -> Tensor:
+    """Materialise a tensor for kernels: torch has zeros without memory, and tensors that are the negative of their
+    memory's contents."""
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t.resolve_neg()
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    prepared, packed, buffers, unchanged, owner, outputs, marks = ctx.call
+    if unchanged is not None:
+        unchanged.check(title_of(owner, prepared.layer))
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_modified(error, title_of(owner, prepared.layer), str(prepared.config))
+        raise
+    elsewhere, dys, hit_key = prepared.elsewhere, grads[:outputs], None
+    first: Any = saved[0] if saved else dys[0]
+    is_cached = prepared.cached_backward and not elsewhere and first is not None
+    if is_cached and first.device.type in call_cache.DEVICES:
+        tensors = [*saved, *[t for t in buffers if t is not None], *dys]
+        has = tuple([t is None for t in buffers])
+        shape = None if dys[-1] is None else dys[-1].shape
+        hit_key = (prepared.layer, "backward", prepared.key, marks, has, len(tensors), first.shape, shape)
+        # guards refuse what is no tensor: a target among the buffers, a gradient that is None
+        hit = call_cache.find(hit_key, tensors)
+        if hit is not None:
+            gradients = _replayed(hit.replay, tensors, buffers)
+            return None, None, *[gradients[i] for i in packed.singles]
+    if any([g is not None and is_batched(g) for g in dys]):
+        refuse_batched()
+    dys = tuple([_in_memory(g) if g is not None and (g._is_zerotensor() or g.is_neg()) else g for g in dys])
+    for place in elsewhere.values():
+        begin_write(buffers[place], current_graph_task())
+    written = tuple([t for t in buffers if isinstance(t, Tensor)])
+    with preserve_version_counter(written) if written else nullcontext():
+        gradients = _backward_of(prepared, marks, saved, buffers, dys, hit_key)
+    if elsewhere:
+        whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
+        torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
+        gradients = tuple(_in_callers_memory(ctx, gradients, elsewhere))
+    return None, None, *[gradients[i] for i in packed.singles]
+
+
+def _replayed(replay: Any, tensors: Sequence[Any], buffers: Sequence[Any]) -> Tensors:
+    """Replay a backward that writes to no target."""
+    # a graph of the same layer may be in flight, and have saved the same buffers
+    written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
+    with preserve_version_counter(written) if written else nullcontext():
+        gradients: Tensors = replay(*tensors)[1]
+    return gradients
+
+
+def _backward_of(
+    prepared: Prepared, marks: str, saved: Sequence[Tensor], buffers: Sequence[Any], dys: Tensors,
+    hit_key: tuple[Any, ...] | None,
+) -> Tensors:  # fmt: skip
+    """Run backward: through the call cache if there is a `hit_key`, else as it is written."""
+    layer, config = prepared.layer, prepared.config
+    # without a gradient of every output there may be a buffer that the layer does not write to
+    opened = None if hit_key is None or any([g is None for g in dys]) else _opened(buffers)
+    if opened is None:
+        fields = [None if place is None else saved[place] for place in packing(marks).places]
+        return layer.backward(config, tuple(fields), layer.Buffers._make(buffers), dys)
+    places, modes = opened
+    tensors: list[Any] = [*saved]
+    more = pack((*places, *dys), tensors)
+    all_marks = f"{marks},{more}" if marks else more
+
+    def work(tensors: Sequence[Any]) -> Results:
+        fields = packing(all_marks).unpack(tensors)
+        count = len(fields) - len(modes) - len(dys)
+        named = [Target(t, mode) if mode else t for t, mode in zip(fields[count:], modes, strict=False)]
+        own = tuple(fields[:count]), layer.Buffers._make(named), tuple(fields[count + len(modes) :])
+        return None, tuple(layer.backward(config, *own))
+
+    decided = layer, "backward", prepared.key, all_marks, *modes
+    if not any(modes):
+        return call_cache.run(decided, tensors, work, hit_key)[1]
+    return _written(buffers, places, lambda: call_cache.run(decided, tensors, work)[1])
+
+
+def _opened(buffers: Sequence[Any]) -> tuple[list[Any], list[str]] | None:
+    """Return the tensors of each buffer, and the mode of each that is a target. None where a buffer is something else,
+    or has to be looked up when there is a gradient to write to it."""
+    places, modes = list[Any](), list[str]()
+    for t in buffers:
+        target = t.find() if isinstance(t, LazyTarget) and t.is_there() else t
+        if isinstance(target, Target):
+            places.append(target.buffers)
+            modes.append(target.mode)
+        elif target is None or isinstance(target, Tensor):
+            places.append(target)
+            modes.append("")
+        else:
+            return None
+    return places, modes
+
+
+def _written(buffers: Sequence[Any], places: Sequence[Any], work: Callable[[], Tensors]) -> Tensors:
+    """Call work(), preserving the targets' versions, and note that the targets were written to. The layer does both
+    itself where it runs, but a recording does not contain them."""
+    with preserve_version_counter(tuple([t for place in places if isinstance(place, tuple) for t in place])):
+        gradients = work()
+    for t in buffers:
+        if isinstance(t, LazyTarget):
+            t.done()
+    return gradients
 
 
 class Unchanged(NamedTuple):
@@ -93,42 +321,6 @@ class Unchanged(NamedTuple):
                 refuse_modified(title, f"a weight of its own, {t.dtype} {tuple(t.shape)}", version, t._version)
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, singles, buffers, unchanged, owner, outputs, marks = ctx.call
-    if unchanged is not None:
-        unchanged.check(title_of(owner, layer))
-    try:
-        saved = ctx.saved_tensors
-    except RuntimeError as error:
-        explain_modified(error, title_of(owner, layer), str(config))
-        raise
-    elsewhere = layer.returned_elsewhere(config)
-    latest = None if elsewhere else layer.latest_backward(config, marks, saved, buffers, grads[:outputs])
-    if latest is not None:
-        replay, tensors = latest
-        # a graph of the same layer may be in flight, and have saved the same buffers
-        written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
-        if written:
-            with preserve_version_counter(written):
-                found = replay(*tensors)[1]
-        else:
-            found = replay(*tensors)[1]
-        return None, None, *[found[i] for i in singles]
-    if any([g is not None and is_batched(g) for g in grads[:outputs]]):
-        refuse_batched()
-    grads = tuple(_in_memory(grads[:outputs]))
-    for place in elsewhere.values():
-        begin_write(buffers[place], current_graph_task())
-    written = tuple([t for t in buffers if isinstance(t, Tensor)])
-    with preserve_version_counter(written) if written else nullcontext():
-        found = layer.backward(config, tuple(packing(marks).unpack(saved)), layer.Buffers._make(buffers), grads)
-    if elsewhere:
-        whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
-        torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
-        found = _in_callers_memory(ctx, found, elsewhere)
-    return None, None, *[found[i] for i in singles]
-
-
 def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
     """Return the gradients, with versions of their own for those in the caller's buffers. The node keeps these;
     otherwise autograd would make the buffer a leaf's `.grad`, and add to it the next gradient, which has just been
@@ -140,16 +332,6 @@ def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]
             keep(found[i], given[i], current_graph_task())
     ctx.kept = [given[i] for i in elsewhere]
     return given
-
-
-def _in_memory(tensors: Iterable[Any]) -> list[Any]:
-    """Materialise tensors for kernels: torch has zeros without memory, and tensors that are the negative of their
-    memory's contents."""
-    return [_resolved(t) if isinstance(t, Tensor) and (t._is_zerotensor() or t.is_neg()) else t for t in tensors]
-
-
-def _resolved(t: Tensor) -> Tensor:
-    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t.resolve_neg()
 
 
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -179,106 +361,3 @@ class _Twice(torch.autograd.Function):
             "Octavo's layers are differentiated once, and this backward differentiates one of their gradients again "
             "(create_graph=True). Run the layers of such a loss in plain torch: octavo.revert(model)."
         )
-
-
-class Known(NamedTuple):
-    """A call that ran a replay. Calls that the same settings decide, on tensors of the same layout, run it too."""
-
-    key: str  # of its config
-    layer: Replayed
-    config: Any
-    singles: Sequence[int]
-    size: int  # how many tensors it had
-    found: Latest
-
-
-_known: dict[tuple[Any, ...], Known] = {}  # by the settings of stages; `calls.forget` makes all of them unfit
-
-
-def like(settings: tuple[Any, ...], tensors: list[Tensor]) -> Known | None:
-    """Return an earlier call that these settings decided, if its tensors had the layout of these. A stage for it need
-    not check anything that the layout tells, and passes it on as `Stage.like`."""
-    known = _known.get(settings)
-    return known if known is not None and known.size == len(tensors) and fits(known.found, tensors) else None
-
-
-def _note(stage: Stage, known: Known) -> None:
-    """Let `like` find this call."""
-    if len(_known) >= MOST:
-        _known.clear()
-    assert stage.settings is not None
-    _known[stage.settings] = known
-
-
-def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
-    """Run one call. Returns outputs, then auxiliary outputs. Messages name the `owner` by its `op_describe()`."""
-    call: _Call
-    if stage.like is not None:
-        known, tensors = stage.like
-        call = (
-            known.layer, known.config, [x, *stage.inputs], known.singles, stage.buffers, None, owner,
-            known.found.replay, tensors,
-        )  # fmt: skip
-        return _with_gradients(call, x, False) if stage.needs else _without(call)
-    layer = driven(LAYERS[stage.name])
-    config = layer.config(stage.key)
-    fields: list[Any] = [x, *stage.inputs]
-    tensors = []
-    marks = pack(fields, tensors)
-    out = stage.out
-    found = layer.latest_forward(config, stage.needs, marks, tensors) if out is None else None
-    singles = packing(marks).singles
-    if found is None:
-        fields = _in_memory(fields)
-        if out is not None:
-            at = layer.out_place(config)
-            assert at is not None
-            fields[at] = out
-            begin_write(out)
-            written = [out, x] if overlap(out, x) else [out]
-            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
-            singles = packing(pack(fields, [])).singles
-    elif stage.settings is not None:
-        _note(stage, Known(stage.key, layer, config, singles, len(tensors), found))
-    unchanged = Unchanged.now(stage.unchanged) if stage.unchanged else None
-    replay = None if found is None else found.replay
-    call = layer, config, fields, singles, stage.buffers, unchanged, owner, replay, tensors
-    made = _with_gradients(call, x, stage.anchored) if stage.needs else _without(call)
-    if out is not None:
-        keep(out, made[0])
-    return made
-
-
-def _without(call: _Call) -> tuple[Tensor, ...]:
-    """Run a call that needs no gradient."""
-    layer, config, fields, _, _, _, _, replay, tensors = call
-    check_transforms(fields)
-    try:
-        with torch.no_grad():
-            if replay is not None:
-                (_, made, _), results = replay(*tensors)
-                found: tuple[Tensor, ...] = results[:made]
-                return found
-            (outputs, auxiliary, _), _ = layer.forward_and_save(config, layer.Inputs._make(fields), False)
-    except RuntimeError as error:
-        refuse_active(error)
-        raise
-    return *outputs, *auxiliary
-
-
-def _with_gradients(call: _Call, x: Any, anchored: bool) -> tuple[Tensor, ...]:
-    """Run a call on x as a node of autograd's graph."""
-    layer, config, fields, singles, buffers, _, _, replay, _ = call
-    for place in layer.returned_elsewhere(config).values():
-        refuse_overlap(buffers[place], fields)
-        refuse_grad(buffers[place], x)
-    # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
-    # for layers called one by one
-    given = [fields[i] for i in singles]
-    apply = _Run.apply if replay is None else _apply  # a replay was looked for outside of transforms alone
-    try:
-        found: tuple[Tensor, ...] = apply(call, _ANCHOR if anchored else None, *given)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        refuse_active(error)
-        raise
-    return found

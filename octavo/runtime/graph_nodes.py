@@ -32,10 +32,8 @@ the gradient of an earlier step. So the node returns a copy of it too, and opera
 does the caller, if x is an input of the graph: AOTAutograd gives inputs a grad_fn while it traces.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache
-from pathlib import Path
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -50,36 +48,16 @@ from octavo.errors import UnsupportedConfig
 from octavo.memory import refuse_shared_memory, span
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
-from octavo.runtime import chain
+from octavo.runtime import call_cache, chain
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
-from octavo.runtime.contract import LAYERS, ForwardResult, Layer, WeightCast
-from octavo.runtime.driven import driven
+from octavo.runtime.contract import LAYERS, ForwardResult, Layer
+from octavo.runtime.digest import DIGEST
 from octavo.runtime.modified import explain_modified, title_of
 from octavo.runtime.packing import pack, packing
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import why_active
 
-# rooms on which no node's result depends; every other file is part of the digest, that of a new room too
-NOT_IN_GRAPHS = ("checkpoints", "cli", "demo", "distributed", "integrations", "model")
-
-
-def digest(root: Path) -> str:
-    """Eight hex digits of every source file of the package that a node's result may depend on."""
-    hashed = hashlib.sha256()
-    for room in NOT_IN_GRAPHS:
-        if not (root / room).is_dir():
-            raise FileNotFoundError(
-                f"octavo.runtime.graph_nodes leaves the room {room!r} out of the digest of its graphs, and there is "
-                "none. Rename it in NOT_IN_GRAPHS too."
-            )
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in NOT_IN_GRAPHS:
-            hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:8]
-
-
-DIGEST = digest(Path(__file__).parent.parent)
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -113,9 +91,10 @@ class NodeCall:
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
         self.is_chain = name == "chain"
-        self.layer = driven(_node(name))
-        self.unreplayed = _node(name)
+        self.layer = _node(name)
         self.config = self.layer.config(key)
+        # whether the layout of the tensors decides the launches, so that the call cache takes them
+        self.is_cached = {side: self.layer.decided_by_layout(self.config, side) for side in ("forward", "backward")}
         self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
         self.count, self.written = self.presence.count, self.buffers.count
         self.fills = self.layer.fills(self.config)
@@ -126,14 +105,14 @@ class NodeCall:
         # whether the gradient of an input is one of these, which backward's node does not return
         self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
 
-    def run(self, layer: Layer, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward on the tensors of `octavo::run`, by the layer itself or by one that replays it."""
-        return _listed(layer.forward(self.config, self.inputs(tensors[::-1])))
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run forward, as it is written, on the tensors of `octavo::run`."""
+        return _listed(self.layer.forward(self.config, self.inputs(tensors[::-1])))
 
-    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str, copies: bool) -> list[Tensor]:
-        """Run backward on the tensors of `octavo::run_bwd`, by the layer itself or by one that replays it."""
+    def run_backward(self, mask: str, copies: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run backward, as it is written, on the tensors of `octavo::run_bwd`."""
         saved, dys = self.split(tensors, mask)
-        found = self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+        found = self.returned(self.layer.backward(self.config, saved, self.buffers_of(tensors), dys))
         return [*found, *[tensors[at].clone() for at in self.elsewhere.values()]] if copies else found
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
@@ -203,6 +182,15 @@ def node_call(text: str) -> NodeCall:
     return NodeCall(text)
 
 
+def _cached(
+    parsed: NodeCall, side: str, tensors: list[Tensor], work: Callable[..., list[Tensor]], *decided: Any
+) -> list[Tensor]:
+    """Run a node through the call cache, or as it is written."""
+    if not parsed.is_cached[side]:
+        return work(tensors)
+    return list(call_cache.run((parsed, side, *decided), tensors, lambda tensors: (None, tuple(work(tensors))))[1])
+
+
 def _listed(made: ForwardResult) -> list[Tensor]:
     """Return outputs, auxiliary outputs and intermediates in a row."""
     return [t for group in made for t in group if t is not None]
@@ -212,7 +200,7 @@ def _listed(made: ForwardResult) -> list[Tensor]:
 def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
     parsed = node_call(call)
     parsed.refuse(tensors[::-1])
-    return parsed.run(parsed.layer, tensors)
+    return _cached(parsed, "forward", tensors, parsed.run)
 
 
 def _refuse_hooks(parsed: NodeCall) -> None:
@@ -248,13 +236,11 @@ def _call_directly() -> None:
 
 def _makes_intermediates(call: str) -> bool:
     """Whether no result of a forward node is a part of other memory, as a user's operation may return one."""
-    parsed = node_call(call)
-    return parsed.layer.decided_by_layout(parsed.config, "forward")
+    return node_call(call).is_cached["forward"]
 
 
 def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
-    parsed = node_call(call)
-    return parsed.layer.decided_by_layout(parsed.config, "backward")
+    return node_call(call).is_cached["backward"]
 
 
 def _fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
@@ -268,7 +254,7 @@ def _run_bwd(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[
     parsed = node_call(call)
     parsed.begin_writes(tensors)
     with preserve_version_counter(parsed.written_by_backward(tensors)):
-        return parsed.run_backward(parsed.layer, tensors, mask, copies)
+        return _cached(parsed, "backward", tensors, partial(parsed.run_backward, mask, copies), mask, copies)
 
 
 @_run_bwd.register_fake
@@ -426,105 +412,6 @@ def _set_up_anchor(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -
 _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_anchor)
 
 
-# -- cached weights --------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
-def _refresh(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    _, name, key = call.split("|", 2)
-    layer = LAYERS[name]
-    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, all_reduced))
-
-
-@_refresh.register_fake
-def _(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    return None
-
-
-def refresh(name: str, key: str, cast: WeightCast) -> None:
-    """Quantize a weight into cached codes, in place: the node before the layer's own."""
-    parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
-    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, list(cast.all_reduced), DIGEST + "|" + name + "|" + key)
-
-
-advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
-told: list[Callable[[Sequence[Tensor]], None]] = []  # functions that get the weights of each of these steps
-
-
-@torch.library.custom_op("octavo::advance", mutates_args=())
-def _advance(weights: Sequence[Tensor]) -> None:
-    """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
-    torch.autograd.graph.increment_version(list(weights))
-    advanced[0] += 1
-    for tell in told:
-        tell(weights)
-
-
-@_advance.register_fake
-def _(weights: Sequence[Tensor]) -> None:
-    return None
-
-
-has_side_effect(torch.ops.octavo.advance.default)
-
-
-@torch.library.custom_op("octavo::weight_values", mutates_args=())
-def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
-    _, name, key = call.split("|", 2)
-    layer = LAYERS[name]
-    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
-    return found.contiguous()
-
-
-@_weight_values.register_fake
-def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
-    return row[0].new_empty(shape, dtype=dtype)
-
-
-def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The values that the row codes of a weight stand for."""
-    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
-    return found
-
-
-@torch.library.custom_op("octavo::anchor", mutates_args=())
-def _quantized_anchor(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
-
-
-@_quantized_anchor.register_fake
-def _(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
-
-
-def _anchor_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
-    return [grad] if ctx.number == 1 else list(grad.unbind()), None
-
-
-def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
-    ctx.number = len(inputs[0])
-
-
-_quantized_anchor.register_autograd(_anchor_gradient, setup_context=_count_parts)
-
-
-def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """A one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to them."""
-    found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
-    return found
-
-
-def layer_named(name: str) -> Any:
-    """The layer of this name in a call."""
-    return LAYERS[name]
-
-
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
@@ -576,7 +463,7 @@ def _into_chain(key: str) -> str:
 
 
 def sac_save_ops() -> tuple[Callable[..., Any], ...]:
-    """Returns the operators that a selective activation checkpoint should save.
+    """Return the operators that a selective activation checkpoint should save.
 
     A policy that saves them keeps the outputs and codes of Octavo's layers, so that backward does not run their forward
     again.

@@ -19,7 +19,6 @@ class Stage(NamedTuple):
     anchored: bool = False  # backward must run for its writes, though no input takes a gradient
     unchanged: Sequence[Tensor] = ()  # tensors that must not be written to before backward
     out: Tensor | None = None  # the caller's memory for y
-    after: Any = None  # called with its extras, once forward has run
-    # all that decided this stage but for the layout of its tensors; None: calls like it are not known again
+    after: Any = None  # called with its auxiliary outputs, once forward has run
+    # of the operation's `Lookup`, by which the call cache did not find this call; None if the operation made none
     settings: tuple[Any, ...] | None = None
-    like: Any = None  # an earlier call that this one is like, as `octavo.runtime.call.like` found it

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from octavo._torch.dispatcher import dispatch_depth
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, warn_caller
+from octavo.quant.qtensor import Parts
 from octavo.recipes import Delayed, Recipe
 from octavo.scaling.cast_arguments import LETTERS
 from octavo.scaling.delayed_state import KEPT, DelayedState, lend
@@ -73,9 +74,27 @@ def _hear_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
+class _Views(NamedTuple):
+    """Views of two buffers: making them takes longer than launching a kernel."""
+
+    scale: Tensor
+    amax: Tensor
+    addresses: tuple[int, int]
+    scales: Parts  # x's part and w's
+    amaxes: Parts
+
+
+def _halves(buffer: Tensor) -> Parts:
+    """Return x's part and w's of a buffer."""
+    halves: Parts = buffer.view(2, buffer.shape[0] // 2).unbind()
+    return halves
+
+
 class DelayedScaling:
     """Tracks the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
     tensor of its own."""
+
+    _last_views: _Views | None = None  # of the buffers, at the last call; a class attribute for layers from older files
 
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
@@ -90,12 +109,10 @@ class DelayedScaling:
         self.said = False  # whether it has warned that a step is overdue
         self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
         self.all_reduced_number = 0  # of amaxes that all ranks were found to have, at the model's first layer
-        # a buffer, its address, and views of it: making them takes longer than launching a kernel
-        self._views: dict[str, tuple[Tensor, int, tuple[Tensor, ...]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of other versions, and forwards and updates of its own to come
-        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
+        return {**self.__dict__, "_last_views": None, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
                 "all_reduced_number": 0}  # fmt: skip
 
     def unsupported_reason(self, recipe: Recipe) -> str:
@@ -129,7 +146,7 @@ class DelayedScaling:
         listen(module)
 
     def forget_views(self) -> None:
-        self._views.clear()
+        self._last_views = None
 
     def drop(self, module: Any) -> None:
         _LISTENERS.discard(module)
@@ -143,47 +160,35 @@ class DelayedScaling:
         buffers = module._hidden._buffers
         return DelayedState(**{field: buffers[name] for field, name in BUFFER_NAMES[direction].items()})
 
-    def inputs(self, module: Any, measured: str = "") -> tuple[Tensor, ...]:
-        """Inverse scales of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
-        assert self.recipe is not None
+    def of_call(self, module: Any, measured: str = "", observe: bool = False) -> tuple[Parts, Parts]:
+        """Return the inverse scales of x, w, dy, and if one is measured how many amaxes each has seen; then, if they
+        are observed, the running amaxes of x and w. All are views of the buffers."""
         buffers = module._hidden._buffers
-        inverse_scales = *self._pair(buffers, FORWARD["inverse_scale"]), buffers[BACKWARD["inverse_scale"]]
-        if not measured:
-            return inverse_scales
-        return *inverse_scales, *self._pair(buffers, FORWARD["head"]), buffers[BACKWARD["head"]]
-
-    def running_amaxes(self, module: Any) -> tuple[Tensor, ...]:
-        """Running amaxes of x and w: views of a buffer."""
-        return self._pair(module._hidden._buffers, FORWARD["running_amax"])
-
-    def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
-        """x's part and w's of a buffer, as views that are made once for each buffer."""
-        buffer = buffers[name]
-        if torch.compiler.is_compiling():
-            views: tuple[Tensor, ...] = buffer.view(2, buffer.shape[0] // 2).unbind()
-            return views
+        scale, amax = buffers[FORWARD["inverse_scale"]], buffers[FORWARD["running_amax"]]
+        views = None if torch.compiler.is_compiling() else self._last_views
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
-        kept, address = self._views.get(name), 0 if isinstance(buffer, FakeTensor) else buffer.data_ptr()
-        if kept is not None and kept[0] is buffer and kept[1] == address:
-            return kept[2]
-        views = buffer.view(2, buffer.shape[0] // 2).unbind()
-        if not dispatch_depth():  # a mode may make views without data
-            self._views[name] = buffer, address, views
-        return views
+        if (
+            views is None or views.scale is not scale or views.amax is not amax or type(scale) is FakeTensor
+            or views.addresses != (scale.data_ptr(), amax.data_ptr())
+        ):  # fmt: skip
+            views = self._make_views(scale, amax)
+        scales: Parts = (*views.scales, buffers[BACKWARD["inverse_scale"]])
+        if measured:
+            scales = (*scales, *_halves(buffers[FORWARD["head"]]), buffers[BACKWARD["head"]])
+        return scales, views.amaxes if observe else ()
+
+    def _make_views(self, scale: Tensor, amax: Tensor) -> "_Views":
+        if torch.compiler.is_compiling() or type(scale) is FakeTensor or dispatch_depth():
+            return _Views(scale, amax, (0, 0), _halves(scale), _halves(amax))  # a mode may make views without data
+        self._last_views = _Views(scale, amax, (scale.data_ptr(), amax.data_ptr()), _halves(scale), _halves(amax))
+        return self._last_views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
-    def observes(self, module: nn.Module, weight: Tensor, as_nodes: bool) -> bool:
-        """Return whether a call observes the amaxes of x and w: without gradients it does not."""
-        if not torch.is_grad_enabled():
-            return False
-        if not as_nodes:  # a graph would guard on the counts
-            self.watch(module, weight)
-        return True
-
     def measures(self, weight: str, grads: str, codes: bool) -> str:
-        """Letters of the operands that a call measures: those in `cold` that it casts. It scales them by their own
-        amax, unless the device knows that a step has seen them. Usually there are none: ask `cold` first."""
+        """Return the letters of the operands that a call measures: those in `uncalibrated` that it casts. It scales
+        them by their own amax, unless the device knows that a step has seen them. Usually there are none: ask
+        `uncalibrated` first."""
         letters = "x" if "x" in self.uncalibrated and not codes else ""
         letters += "w" if "w" in self.uncalibrated and weight == "plain" else ""
         letters += "d" if "d" in self.uncalibrated and ("x" in grads or "w" in grads) else ""
@@ -203,7 +208,7 @@ class DelayedScaling:
         running = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["running_amax"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
-            slots = self.inputs(layer, "w" if "w" in self.uncalibrated else "")[1::3]
+            slots = self.of_call(layer, "w" if "w" in self.uncalibrated else "")[0][1::3]
         return [running] if observe and running is not None else [], list(slots)
 
     # -- a checkpoint --------------------------------------------------------------------------------------------------
@@ -252,8 +257,8 @@ class DelayedScaling:
             self.say_unrestored()
 
     def updated(self, version: int) -> None:
-        """Count an update that an optimizer reports: a graph counts nothing. Of two optimizers that end a step at one
-        version of the weights, one has stepped the other."""
+        """Count an update that an optimizer reports: a graph counts nothing. Two reports with one version of the
+        weights are one update: an optimizer that wraps another reports what the inner one has reported."""
         self._updates += version != self._counted
         self._counted = version
         self._version = None

@@ -82,7 +82,7 @@ class DelayedState:
     def create(
         cls, formats: tuple[Format, ...], length: int = 1024, device: torch.device | str | None = None
     ) -> "DelayedState":
-        """Returns a new state whose windows are empty.
+        """Return a new state whose windows are empty.
 
         Args:
             formats: one format for each slot, E4M3 or E5M2.
@@ -117,7 +117,7 @@ class DelayedState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state's own tensors.
+        """Return the state's own tensors.
 
         Returns:
             The tensors by the names of the fields.
@@ -130,7 +130,7 @@ class DelayedState:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def observe(self, slot: int, amax: Tensor) -> None:
-        """Takes the maximum of a slot's amax of this step and a new one. Call it any number of times in a step.
+        """Take the maximum of a slot's amax of this step and a new one. Call it any number of times in a step.
 
         Args:
             slot: index of the slot.
@@ -185,7 +185,7 @@ class DelayedState:
     def inverse_scale_for(
         self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0
     ) -> Tensor:
-        """Returns the inverse scale to cast x with.
+        """Return the inverse scale to cast x with.
 
         Args:
             slot: index of the slot.
@@ -218,7 +218,7 @@ class DelayedState:
         return calibrated_inverse_scale(kept, warm, spec.amax(x, skip=warm).view(1), spec, margin)
 
     def export(self) -> dict[str, Tensor]:
-        """Returns copies of the tensors that a checkpoint stores.
+        """Return copies of the tensors that a checkpoint stores.
 
         Returns:
             All tensors but `limit`, by name. The window's entries go from oldest to newest, zeros after them if it is
@@ -239,7 +239,7 @@ class DelayedState:
 
     @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
-        """Loads the tensors that `export` returned, in place.
+        """Load the tensors that `export` returned, in place.
 
         Args:
             kept: the tensors by name. A window of another length is accepted: its newest entries are kept.
@@ -272,7 +272,7 @@ class DelayedState:
                 getattr(self, field).copy_(kept[name])
 
     def check(self, kept: Mapping[str, object]) -> None:
-        """Raises for tensors that `restore` cannot load, and writes nothing.
+        """Raise for tensors that `restore` cannot load, and write nothing.
 
         Args:
             kept: the tensors by name.
@@ -299,7 +299,7 @@ _VALUES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # of a checkpoin
 
 
 def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None:
-    """Raises for tensors that no state of `slots` slots can have exported. Their names follow `prefix`."""
+    """Raise for tensors that no state of `slots` slots can have exported. Their names follow `prefix`."""
     for name, found in kept.items():
         dtype = torch.int64 if name in ("head", "nonfinite") else torch.float32
         fits = isinstance(found, Tensor) and found.dtype == dtype and found.dim() == (2 if name == "history" else 1)
@@ -322,7 +322,7 @@ def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None
 def calibrated_inverse_scale(
     inverse_scale: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, margin: int
 ) -> Tensor:
-    """Returns the inverse scales of warm slots; for slots that have seen no amax yet, those derived from the tensor's
+    """Return the inverse scales of warm slots; for slots that have seen no amax yet, those derived from the tensor's
     own amax: an inverse scale of 1 would flush gradients below 2^-17 to zero on the first step. NaN if that amax is not
     finite: no inverse scale fits."""
     just_in_time = inverse_scale_from(amax, spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2)

@@ -1,7 +1,8 @@
 """A cache of a weight's codes, in hidden buffers of its module at fixed addresses.
 
 It spares the microbatches of a step from quantizing the same weight again: it is refreshed in place, and remembers
-which version of the weight it was made from. A weight that was replaced by its codes is another thing (`held.py`).
+which version of the weight it was made from. A weight that was replaced by its codes has no cache
+(`octavo.weights.quantized_weight`).
 
 A checkpoint keeps weights, not codes of them.
 """
@@ -24,7 +25,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts
 from octavo.recipes import Recipe
 from octavo.runtime.contract import WeightCast
-from octavo.weights.code_memory import Kind, quantize_into
+from octavo.weights.code_memory import Kind, quantize_into, room_of
 from octavo.weights.optimizer_hooks import heard, owner_of
 from octavo.weights.quantized_weight import QuantizedWeight
 
@@ -50,7 +51,7 @@ class WeightCache:
     """Tracks the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
-        self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
+        self.held = False  # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
         self.recipe: Recipe | None = None  # that made the codes; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # the weights that they were made from,
         self._states: list[State] = []  # as they were then
@@ -72,7 +73,7 @@ class WeightCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. Its weight is another tensor, so its cache is cold."""
-        uncalibrated: dict[str, Any] = {
+        cold: dict[str, Any] = {
             "_weights": None,
             "_states": [],
             "_owners": [],
@@ -80,7 +81,7 @@ class WeightCache:
             "captured": "",
             "_filler": 0,
         }
-        return {**self.__dict__, **uncalibrated}
+        return {**self.__dict__, **cold}
 
     def parts(self, module: Any, orientation: str) -> Parts:
         buffers = module._hidden._buffers
@@ -169,9 +170,7 @@ class WeightCache:
         for orientation, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
             if proto is None or not wanted or self.has(module, orientation):
                 continue
-            with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
-                codes, *scales = proto.empty().tensors()
-                made[orientation] = codes.view(torch.uint8), *scales
+            made[orientation] = room_of(proto)
         return made
 
     def _publish(self, module: Any, made: dict[str, Parts]) -> None:

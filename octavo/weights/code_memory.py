@@ -9,9 +9,9 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
-from octavo.runtime.contract import WeightCast
-from octavo.runtime.graph_nodes import layer_named, weight_values
-from octavo.runtime.graph_nodes import refresh as refresh_in_graph
+from octavo.runtime.contract import LAYERS, WeightCast
+from octavo.runtime.weight_nodes import refresh as refresh_in_graph
+from octavo.runtime.weight_nodes import weight_values
 
 
 class Kind(NamedTuple):
@@ -33,14 +33,14 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
         if isinstance(cast.weight, FakeTensor):  # a reference may read values, which a fake does not have
             refresh_in_graph(kind.layer, kind.key, cast._replace(weight=cast.weight.detach()))
         else:
-            layer = layer_named(kind.layer)
+            layer = LAYERS[kind.layer]
             layer.refresh(layer.config(kind.key), cast)
         torch.autograd.graph.increment_version([*cast.row, *cast.column])
 
 
 def measured_by(kind: Kind, amax: Tensor) -> Parts:
     """Return an amax as a cast of the weight takes it, by row and by column; nothing where it decides no scale."""
-    layer = layer_named(kind.layer)
+    layer = LAYERS[kind.layer]
     quant = layer.config(kind.key).quant
     pair = quant.fprop.right, quant.dgrad.right
     if any(spec is None or spec.block != (None, None) or spec.two_level for spec in pair):
@@ -57,7 +57,7 @@ def is_plain(t: Tensor) -> bool:
 def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values [*shape] that row codes stand for."""
     if is_plain(row[0]) and not is_watched():
-        layer = layer_named(kind.layer)
+        layer = LAYERS[kind.layer]
         values: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
         return values.contiguous()
     return weight_values(kind.layer, kind.key, row, shape, dtype)
@@ -65,14 +65,14 @@ def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype
 
 def room_for(kind: Kind, dtype: torch.dtype, device: torch.device, *, groups: int | None = None) -> tuple[Parts, Parts]:
     """Allocate memory for codes by row and by column, of the whole weight or of `groups` of its groups."""
-    layer = layer_named(kind.layer)
+    layer = LAYERS[kind.layer]
     shape = kind.shape if groups is None else (groups, *kind.shape[1:])
     row, column = layer.abstract_weight(layer.config(kind.key), TensorProto(shape, dtype, device))
-    return _room(row), _room(column)
+    return room_of(row), room_of(column)
 
 
-def _room(proto: Any) -> Parts:
-    """Memory for codes, which are bytes, and scales."""
+def room_of(proto: Any) -> Parts:
+    """Allocate memory for codes, which are bytes, and scales; none if there are no such codes."""
     if proto is None:
         return ()
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training

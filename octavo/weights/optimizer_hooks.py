@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
-from octavo.runtime.graph_nodes import advanced, told
+from octavo.runtime.weight_nodes import graph_steps, step_listeners
 from octavo.weights.quantized_weight import QuantizedWeight, keep_master
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
@@ -41,7 +41,7 @@ class _Heard:
     @property
     def steps(self) -> int:
         """Steps that torch's optimizers have taken."""
-        return self.eager_steps + advanced[0]
+        return self.eager_steps + graph_steps[0]
 
 
 heard = _Heard()
@@ -73,7 +73,7 @@ def listen(layer: Any) -> None:
 
 @cache
 def _hook_optimizers() -> None:
-    told.append(_tell)
+    step_listeners.append(_tell)
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: finish(optimizer))
 

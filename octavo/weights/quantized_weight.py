@@ -26,8 +26,8 @@ from octavo.errors import UnsupportedConfig
 from octavo.quant.qtensor import Join, Parts
 from octavo.recipes import Recipe
 from octavo.runtime.contract import WeightCast
-from octavo.runtime.graph_nodes import anchor as anchor_in_graph
 from octavo.runtime.transforms import refuse_active, refuse_tangents
+from octavo.runtime.weight_nodes import anchor as anchor_in_graph
 from octavo.weights.code_memory import Kind, group_slices, is_plain, measured_by, quantize_into, room_for, values_of
 
 aten = torch.ops.aten

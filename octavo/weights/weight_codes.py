@@ -20,7 +20,7 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.runtime.contract import WeightCast
-from octavo.runtime.graph_nodes import refresh as refresh_in_graph
+from octavo.runtime.weight_nodes import refresh as refresh_in_graph
 from octavo.weights.cache import WeightCache, refuse_dense
 from octavo.weights.quantized_weight import QuantizedWeight, codes_of, hold, is_whole
 from octavo.weights.unsupported_wgrad import refuse_shards
@@ -208,8 +208,8 @@ class WeightCodes(WeightCache):
         self.held = True
 
     def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
-        """Put codes of loaded weights in the place of the held ones; where these are on the meta device and the loaded
-        ones are to be assigned, on the device of the latter."""
+        """Put codes of loaded weights in the place of a quantized weight's. Where the latter are on the meta device
+        and the loaded weights are to be assigned, use the device of the loaded ones."""
         weights = layer._weight_parts()
         with torch.no_grad():
             if assign and weights[0].is_meta:
@@ -253,10 +253,10 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
 
 def _check_quantized(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
     """Refuse codes of a quantized weight of another recipe or layer, or of only a part of the weight."""
-    held = weights[0].kind
-    if held.recipe != recipe.key or held.layer != layer.NAME:
+    kind = weights[0].kind
+    if kind.recipe != recipe.key or kind.layer != layer.NAME:
         raise UnsupportedConfig(
-            f"{layer.op_describe()}: its weight is held as codes of {held.recipe} for a {held.layer} layer, and runs "
+            f"{layer.op_describe()}: its weight is held as codes of {kind.recipe} for a {kind.layer} layer, and runs "
             f"in {recipe}. Use that recipe, or octavo.revert(model) first."
         )
     if torch.compiler.is_compiling():

@@ -98,7 +98,7 @@ class WgradQueue:
         self._entries.append(Entry(weight, config, operands, _versions(operands), is_capturing()))
 
     def _collect(self) -> None:
-        """Move what graphs have posted to the queue."""
+        """Move the entries of graphs to the queue."""
         newest_first = []
         while self.from_graphs is not None:
             entry, self.from_graphs = self.from_graphs
@@ -111,7 +111,7 @@ class WgradQueue:
 
     def take(self, is_filled: Callable[[GraphEntry], bool]) -> Entry | GraphEntry | Computed | None:
         """Take the operands of the oldest microbatch whose backward has run; None if there is none. A graph's forward
-        posts before its backward, which may never run: `is_filled` tells."""
+        leaves its entry before its backward, which may never run: `is_filled` tells."""
         self._collect()
         self._check_capture(is_capturing())
         for place, entry in enumerate(self._entries):
@@ -121,7 +121,7 @@ class WgradQueue:
         return None
 
     def put_back(self, entry: Entry | GraphEntry | Computed) -> None:
-        """Put a letter back as the oldest: its gradient has not arrived."""
+        """Put an entry back as the oldest: its gradient has not arrived."""
         self._entries.appendleft(entry)
 
     def _check_capture(self, capturing: bool) -> None:

@@ -13,7 +13,7 @@ from octavo._torch.fast_paths import FAST_PATHS, FastPath, Undecided, off
 from octavo._torch.tensors import GUARDS, WITHOUT_DISPATCHER
 from octavo.cli import doctor, main
 from octavo.launch import DIRECT_LAUNCHES
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 
 
 @pytest.fixture

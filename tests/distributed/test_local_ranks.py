@@ -10,7 +10,7 @@ import octavo
 from octavo import quant
 from octavo.communication import collectives
 from octavo.communication.tensor_parallel import gather_columns
-from octavo.ops import inputs, split_linear
+from octavo.ops import inputs, split_layer
 
 local = pytest.importorskip("torch.distributed._local_tensor")
 RANKS = 4
@@ -19,13 +19,13 @@ RANKS = 4
 @pytest.fixture(scope="module", autouse=True)
 def _four_ranks():
     """Layers take torch's tensors of all ranks in these tests."""
-    before, check = inputs.OURS, split_linear.check_ranks
+    before, check = inputs.OURS, split_layer.check_ranks
     inputs.OURS = (*before, local.LocalTensor)
-    split_linear.check_ranks = lambda *_: None  # which reads what the others have
+    split_layer.check_ranks = lambda *_: None  # which reads what the others have
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
-    inputs.OURS, split_linear.check_ranks = before, check
+    inputs.OURS, split_layer.check_ranks = before, check
 
 
 def split(t, dim):

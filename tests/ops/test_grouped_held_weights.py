@@ -5,6 +5,7 @@ import torch
 
 import octavo
 from octavo.errors import Unsupported
+from octavo.ops.grouped_parameters import stacked
 from tests.support.experts import LAYOUTS, Alone, K, assert_steps, batch, experts, grid, sizes, step
 from tests.support.linear_oracle import QUANTIZED, assert_same
 
@@ -45,7 +46,7 @@ def test_held_codes_of_groups_are_all_there_is():
     octavo.quantize_weights(layer)
     for p in layer._weight_parts():
         p.requires_grad_(False)
-    assert layer._stacked_weight(layer._weight_parts()).untyped_storage().nbytes() == 4
+    assert stacked(layer._weight_parts()).untyped_storage().nbytes() == 4
     octavo.revert(layer)
     assert not layer._codes.held
     assert all(p.stride() == (K, 1) for p in layer._weight_parts())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -4,21 +4,21 @@ import pytest
 
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.contract import LAYERS, Layer
-from octavo.runtime.driven import driven
+from octavo.runtime.graph_nodes import _node
 from octavo.runtime.packing import Packing, pack
 
-OWN = {"forward", "forward_and_save", "backward"}  # of a replayed layer
+OWN = {"forward"}  # of the layer of a node, which returns bytes and flat scales
 
 
 @pytest.mark.parametrize("name", sorted(name for name, entry in LAYERS.items() if isinstance(entry, Layer)))
-def test_a_driven_layer_answers_as_the_layer_itself(name):
+def test_the_layer_of_a_node_answers_as_the_layer_itself(name):
     layer = LAYERS[name]
-    replayed = driven(layer)
-    assert isinstance(replayed, Layer) and replayed is driven(layer) and LAYERS[name] is layer
+    wrapped = _node(name)
+    assert isinstance(wrapped, Layer) and wrapped is _node(name) and LAYERS[name] is layer
     members = {member for member in dir(layer) if not member.startswith("_")}
     assert members > OWN
     for member in members - OWN:
-        assert getattr(replayed, member) == getattr(layer, member), member
+        assert getattr(wrapped, member) == getattr(layer, member), member
 
 
 def test_adapters_of_adapters_have_what_they_wrap():

@@ -14,7 +14,7 @@ from octavo._torch.inductor import DIRECT_CALLS
 from octavo.errors import UnsupportedConfig
 from octavo.ops import BasicOperation
 from octavo.recipes import SHIPPED
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 from tests.support.processes import output_of
 from tests.support.recorded_calls import assert_equal, build, example, on_gpu, step
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from torch._dynamo.utils import counters
 
-from octavo.runtime import graph_nodes as graph
+from octavo.runtime.digest import DIGEST
 from tests.support.compiled_twins import batch, results
 from tests.support.linear_oracle import make
 from tests.support.processes import output_of
@@ -22,7 +22,7 @@ def inductor_step():
     counted = {f"{group}.{key}": counters[group][key]
                for group in ("aot_autograd", "inductor") for key in counters[group] if "cache_" in key}  # fmt: skip
     digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in found.values())).hexdigest()
-    return {"digest": digest, "counters": counted, "sources": graph.DIGEST}
+    return {"digest": digest, "counters": counted, "sources": DIGEST}
 
 
 def test_a_second_process_finds_the_graphs_in_the_disk_cache(tmp_path, monkeypatch):

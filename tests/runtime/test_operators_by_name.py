@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo.ops import linear_layer
 from octavo.recipes import SHIPPED
-from octavo.runtime import graph_nodes as graph
+from octavo.runtime import digest as sources_digest
 from tests.support import steps
 from tests.support.compiled_twins import quantizing
 from tests.support.linear_oracle import QUANTIZED, assert_same, graphs_of, make, spiky
@@ -378,11 +378,12 @@ def test_the_ops_pass_opcheck(recipe):
     layer = make(recipe)
     x = batch(0)[0].requires_grad_()
     inputs = linear_layer.Inputs(x, layer.weight, layer.bias,
-        scaling=layer._scaling.inputs(layer) if recipe == "fp8-delayed" else ())  # fmt: skip
+        scaling=layer._scaling.of_call(layer)[0] if recipe == "fp8-delayed" else ())  # fmt: skip
     key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',grads='xwb')"
     seed = layer._hidden._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
-    plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0,t0,t0|t0,0,{int(seed is not None)},0|{key}"
+    presence = f"1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0,t0,t0|t0,0,{int(seed is not None)},0"
+    plan = f"{sources_digest.DIGEST}|linear|{presence}|{key}"
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=tests)
     assert found == dict.fromkeys(tests, "SUCCESS")
@@ -419,7 +420,7 @@ def sources(tmp_path):
 
 def test_another_process_with_other_sources_has_another_digest(sources):
     """The digest is of the sources: another process with another backward never reads this one's cached graphs."""
-    script = "from octavo.runtime import graph_nodes; print(graph_nodes.DIGEST)"
+    script = "from octavo.runtime.digest import DIGEST; print(DIGEST)"
     path = sources / "ops" / "linear_layer.py"
 
     def read():
@@ -428,26 +429,26 @@ def test_another_process_with_other_sources_has_another_digest(sources):
                              env=environment, cwd=sources.parent)  # fmt: skip
         return run.stdout.strip()
 
-    assert read() == graph.DIGEST
+    assert read() == sources_digest.DIGEST
     path.write_text(path.read_text() + "\n# edited\n")
-    assert read() != graph.DIGEST
+    assert read() != sources_digest.DIGEST
 
 
 def test_a_file_of_each_room_that_graphs_depend_on_is_in_the_digest(sources):
     for room in ROOMS:
-        before = graph.digest(sources)
+        before = sources_digest.digest(sources)
         path = max((sources / room).rglob("*.py"))
         path.write_text(path.read_text() + "\n# edited\n")
-        assert (graph.digest(sources) == before) == (room in graph.NOT_IN_GRAPHS), room
-    assert {"ops", "runtime", "kernels", "quant", "scaling", "fusion"} <= set(ROOMS) - set(graph.NOT_IN_GRAPHS)
+        assert (sources_digest.digest(sources) == before) == (room in sources_digest.NOT_IN_GRAPHS), room
+    assert {"ops", "runtime", "kernels", "quant", "scaling", "fusion"} <= set(ROOMS) - set(sources_digest.NOT_IN_GRAPHS)
 
 
 def test_a_new_room_is_in_the_digest_and_a_missing_one_is_an_error(sources):
-    before = graph.digest(sources)
+    before = sources_digest.digest(sources)
     (sources / "attention").mkdir()
     (sources / "attention" / "scores.py").write_text("")
     (sources / "attention" / "scores.py").write_text("SCALE = 2\n")
-    assert graph.digest(sources) != before
-    shutil.rmtree(sources / graph.NOT_IN_GRAPHS[0])
+    assert sources_digest.digest(sources) != before
+    shutil.rmtree(sources / sources_digest.NOT_IN_GRAPHS[0])
     with pytest.raises(FileNotFoundError, match="Rename it in NOT_IN_GRAPHS too"):
-        graph.digest(sources)
+        sources_digest.digest(sources)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import octavo
 from octavo import recipes, values
 from octavo.quant.tensorwise import Tensorwise
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 from tests.support.recorded_calls import K, Stub, as_written, assert_equal, build, call, example, recordings, step
 
 

@@ -3,7 +3,8 @@ them. One that leaves the call, or that an operator writes to, stays torch's own
 
 import torch
 
-from octavo.runtime.replay import calls, source
+from octavo.runtime import call_cache as calls
+from octavo.runtime.replay import source
 
 VIEWS = ("reinterpret", ".t(", "view", "transpose", "as_strided", "permute")
 
@@ -14,11 +15,10 @@ def replays(work, make, times=4):
     for _ in range(times):
         given = make()
         twins = [t.clone() for t in given]
-        key = calls.key_of(("work",), given)
-        found = calls.call(key, given, work)[1]
+        found = calls.run(("work",), given, work)[1]
         for a, b in zip((*found, *given), (*work(twins)[1], *twins), strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride() and a._version == b._version
-    (kind,) = [kind for kind in calls._kinds.values() if kind.replay is not None]
+    (kind,) = [kind for kind in calls._recordings.values() if kind.replay is not None]
     text = kind.replay.source
     for name, value in sorted(kind.replay.__globals__.items(), reverse=True):
         if callable(value):
@@ -61,7 +61,7 @@ def test_a_view_that_is_returned_stays_a_view(device):
     text = replays(work, lambda: [matrix(device, 4, 6)])
     assert "reinterpret" not in text
     x = matrix(device, 4, 6).clone()
-    views = calls.call(calls.key_of(("work",), [x]), [x], work)[1]
+    views = calls.run(("work",), [x], work)[1]
     assert views[0]._is_view() and views[0]._base is x
 
 

@@ -283,7 +283,7 @@ def test_memory_that_is_exchanged_is_the_one_that_is_written(how):
     layer(100 * x)
     assert layer._hidden.scaling_forward_running_amax[0] == 100
     layer._hidden.scaling_forward_inverse_scale.fill_(2)
-    assert layer._scaling.inputs(layer)[0] == 2
+    assert layer._scaling.of_call(layer)[0][0] == 2
 
 
 def test_a_frozen_layer_in_training_learns_its_scales_too():

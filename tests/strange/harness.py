@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 from tests.strange.environments import Environment
 from tests.strange.layers import Layer
 from tests.strange.run import Record, Run

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.runtime.replay import calls
+from octavo.runtime import call_cache as calls
 from tests.support.state_tensors import state_tensors
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
@@ -57,13 +57,12 @@ def assert_equal(found, want):
 
 
 def recordings():
-    return sum(kind.replay is not None for kind in calls._kinds.values())
+    return sum(kind.replay is not None for kind in calls._recordings.values())
 
 
 def call(tensors, work):
     """work(tensors) as a layer calls it: by a key, if it may be recorded."""
-    key = calls.key_of(("work",), tensors)
-    return work(tensors) if key is None else calls.call(key, tensors, work)
+    return calls.run(("work",), tensors, work)
 
 
 class Stub:

@@ -1,0 +1,135 @@
+"""`SplitLayer`: a layer with a weight of which a rank may have a part. Collectives stand before and after its node."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.communication import collectives
+from octavo.communication.all_reduced_amaxes import scales_whole
+from octavo.communication.amax_reduction import all_reduced_weight
+from octavo.communication.rank_checks import check_ranks
+from octavo.communication.tensor_parallel import Parallel, summed_gradient
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS
+from octavo.ops.inputs import check_weight
+from octavo.ops.published_codes import way_to_values
+from octavo.ops.quantized import Quantized
+from octavo.quant.qtensor import Parts
+from octavo.recipes import Recipe
+from octavo.recipes.ambient import ambient
+
+
+class SplitLayer(Quantized):
+    """The part of Linear and GroupedLinear that concerns ranks."""
+
+    column_blocks = 1  # of output features, each of which is split by itself if the layer is split by them
+
+    def op_starts_run(self) -> bool:
+        parallel = self._split_over_ranks()
+        return parallel is not None and parallel.mode == "column"
+
+    def op_ends_run(self) -> bool:
+        parallel = self._split_over_ranks()
+        return parallel is not None and parallel.mode == "row"
+
+    def op_column_blocks(self, blocks: int) -> int:
+        parallel = self._split_over_ranks()
+        if parallel is None or parallel.mode == "column":
+            return 0 if parallel is None else parallel.blocks
+        if blocks > 1:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} with parallel_mode='row' takes adjacent features of one block, and each rank "
+                f"has a part of {blocks} blocks: column_blocks={blocks} of the layer before it, which is for halves "
+                "that a gated activation pairs. Leave column_blocks out there."
+            )
+        return 0
+
+    def _bias_after_sum(self) -> Tensor | None:
+        """Return the bias that is added to the sum over ranks of a row layer's y, where `op_finish` adds it."""
+        return None
+
+    def op_begin(self, x: Any) -> Any:
+        parallel = self._split_over_ranks()
+        if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return summed_gradient(x, parallel.group, self._name_for_collectives())
+
+    def op_finish(self, y: Tensor) -> Tensor:
+        parallel = self._split_over_ranks()
+        if parallel is None or parallel.mode == "column":
+            return y
+        where, bias = self._name_for_collectives(), self._bias_after_sum()
+        if not parallel.sequence:
+            y = collectives.all_reduce(y, parallel.group, where)
+        else:
+            y = collectives.reduce_scatter(y, parallel.size(), parallel.group, where)
+            if bias is not None:
+                bias = collectives.copy(bias, parallel.group, where)  # each rank adds it to its own rows
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _agrees_on_x(self) -> bool:
+        """Whether the ranks of a row layer agree on amaxes of x before x is cast."""
+        recipe = self._recipe or self._followed(ambient.recipe)
+        whole = scales_whole(recipe.linear().fprop.left)
+        return whole and (not recipe.stateful or "x" in self._scaling.uncalibrated)
+
+    def _check_ranks(self, parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> None:
+        """Raise if other ranks call the layer in another way."""
+        check_ranks(self, parallel, self._recipe or self._followed(ambient.recipe), x, weight, bias)
+
+    def _all_reduced_weight_amaxes(self, recipe: Recipe, as_nodes: bool) -> Parts:
+        parallel = self._split_over_ranks()
+        if parallel is None:
+            return ()
+        weight = self._own_part("weight") if self.keeps_dtensors else self._whole_weight()
+        assert weight is not None
+        return all_reduced_weight(self, parallel.group, recipe, weight, as_nodes, of_groups=weight.dim() == 3)
+
+    def _check_holdable_as_shards(self, what: str, mode: str) -> None:
+        """Raise if DTensors cannot take the place of the parameters of a layer that is split in this mode."""
+        self._refuse_parametrized(what)
+        if mode == "column" and self.column_blocks > 1:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} has {self.column_blocks} blocks of output features, each of which is split by "
+                f"itself, and {what} gives each rank one range of the whole weight, as a DTensor has it. Build the "
+                "layer with parallel_mode='column' (LayerNormMLP with set_parallel_mode=True), or use a Linear for "
+                "each block."
+            )
+        if self._codes.held:
+            raise UnsupportedConfig(
+                f"{what} splits weights, and {self.op_describe()} has a weight that is codes. Split it first, or "
+                "octavo.revert(model)."
+            )
+
+
+def check_features(x: Any, weight: Tensor, title: str = "Linear", bias: Tensor | None = None, dims: int = 1) -> None:
+    """Raise if x (anything with a shape and a device), of so many dims or more, or the bias does not fit the weight. If
+    x has `like`, () is unknown."""
+    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+        check_weight(title, weight, "its weight")
+    if weight.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. "
+            f"{way_to_values(weight.dtype)}"
+        )
+    shape, width = x.shape, weight.shape[-1]
+    if (len(shape) < dims or shape[-1] != width) and (shape or getattr(x, "like", None) is None):
+        sizes = tuple([len(range(n)) for n in shape])  # numbers, even where the compiler uses symbols
+        least = " of two dims or more" if dims == 2 else ""
+        raise UnsupportedShape(
+            f"This {title} takes inputs [..., {width}]{least}, got {sizes}. Check the layer before it, or in_features."
+        )
+    if x.device != weight.device:
+        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
+    if bias is not None:
+        if type(bias) is not nn.Parameter:
+            check_weight("Linear", bias, "its bias")
+        if bias.dtype not in FLOATS:
+            raise UnsupportedDtype(
+                f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. {way_to_values(bias.dtype)}"
+            )
+        if bias.device != weight.device:
+            raise UnsupportedDevice(
+                f"The bias is on {bias.device} and the weight on {weight.device}. Move them together."
+            )
