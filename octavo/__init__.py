@@ -2,10 +2,10 @@
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
-    Models      convert, revert, attach, step, refresh_weights, quantize_weights
+    Models      convert, revert, attach, step, refresh_weights, quantize_weights; `octavo.optim` writes codes
     Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict
     Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
-    Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`
+    Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`, `with quantized_init(...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
     Trainers    `octavo.integrations`, which is imported by itself: transformers, accelerate, Lightning
@@ -38,7 +38,7 @@ from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.linear import Linear
 from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
-from octavo.recipes.ambient import autocast, dry_run, microbatch
+from octavo.recipes.ambient import autocast, dry_run, microbatch, quantized_init
 from octavo.runtime.graph_nodes import sac_save_ops
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "optim",
     "quant",
     "quantize_weights",
+    "quantized_init",
     "recipe",
     "recipes",
     "refresh_weights",

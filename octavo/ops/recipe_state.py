@@ -24,6 +24,7 @@ from octavo.ops.published_codes import RULE, are_codes
 from octavo.ops.schedule import STEP, RecipeSchedule
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
+from octavo.recipes.ambient import ambient, quantized_init
 from octavo.scaling import delayed_scaling as scaling
 from octavo.scaling.saved_state import ROUNDING
 from octavo.weights import optimizer_hooks
@@ -102,6 +103,21 @@ class RecipeState(FusibleOperation, nn.Module):
         self._unplaced = False  # whether a call has yet to check that hidden buffers are on the weight's device
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
+        if ambient.init is not None:
+            self._init_codes(ambient.init)
+
+    def _init_codes(self, block: quantized_init) -> None:
+        """Keep only codes of the weight that a constructor has initialised."""
+        if self._recipe is None:
+            self.recipe = block.recipe  # type: ignore[assignment]
+        if self._recipe is None or self._recipe.linear().fprop.right is None:
+            return  # the layer's own recipe quantizes no weight
+        weights = self._weight_parts()
+        keeps = block.preserve_high_precision and not weights[0].is_meta
+        values = [weight.detach().to("cpu", copy=True) for weight in weights] if keeps else []
+        self._codes.hold(self, trainable=True)
+        for weight, initial in zip(self._weight_parts(), values, strict=False):
+            weight.high_precision_init = initial  # type: ignore[attr-defined]
 
     def _tear_down(self) -> None:
         """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""

@@ -148,7 +148,9 @@ class AdamW(Optimizer):
             dtype = getattr(torch, group["master"])
             expected = state.get("version")
             if "master" not in state or (expected is not None and expected != _version(parameter)):
-                state["master"] = _values(parameter).to(dtype, memory_format=torch.contiguous_format, copy=True)
+                initial = parameter.__dict__.pop("high_precision_init", None)  # of octavo.quantized_init
+                values = _values(parameter) if initial is None else initial.to(parameter.device)
+                state["master"] = values.to(dtype, memory_format=torch.contiguous_format, copy=True)
         return state
 
     # -- state dicts ---------------------------------------------------------------------------------------------------

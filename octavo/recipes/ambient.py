@@ -27,6 +27,7 @@ class _Ambient(threading.local):
         self.first: bool | Tensor | None = None
         # the values in force around the block: a new tuple each time a block is entered
         self.outer_first: tuple[bool | Tensor | None, object] | None = None
+        self.init: quantized_init | None = None  # the block in which layers are built with codes as their weights
 
 
 class _Process:
@@ -37,6 +38,48 @@ class _Process:
 
 
 ambient, process = _Ambient(), _Process()
+
+
+class quantized_init:
+    """A context manager in which layers are built with codes as their weights.
+
+    A layer initialises its weight as ever, and keeps only the codes: no more than one layer's weight exists in high
+    precision at a time. It takes the block's recipe if it has none of its own. Optimizers may train the weights, as
+    after `octavo.quantize_weights(model, trainable=True)`. Blocks apply to the thread that enters them.
+
+    Args:
+        recipe: a name such as "fp8-block", a canonical string or a `Recipe`.
+        preserve_high_precision: keep the initial values on the host, as `weight.high_precision_init`, until the first
+            step of `octavo.optim.AdamW` takes its master copy from them. With False the master copy begins with the
+            values of the codes.
+
+    Raises:
+        UnsupportedConfig: there is no such recipe, or it quantizes no weight.
+
+    Example:
+        >>> with octavo.quantized_init("fp8-block"):
+        ...     layer = octavo.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+        >>> layer
+        Linear(in_features=256, out_features=128, bias=False, recipe=fp8-block, weight that is codes)
+    """
+
+    def __init__(self, recipe: str | Recipe, preserve_high_precision: bool = False) -> None:
+        self.recipe = autocast(recipe).recipe
+        if self.recipe.linear().fprop.right is None:
+            raise UnsupportedConfig(
+                f"quantized_init builds layers whose weights are codes, and {self.recipe} quantizes no weight. Choose "
+                "a recipe with a quantized fprop, such as fp8-block."
+            )
+        self.preserve_high_precision = preserve_high_precision
+        self._outer: list[quantized_init | None] = []
+
+    def __enter__(self) -> "quantized_init":
+        self._outer.append(ambient.init)
+        ambient.init = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ambient.init = self._outer.pop()
 
 
 class autocast:

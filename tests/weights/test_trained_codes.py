@@ -122,3 +122,47 @@ def test_a_compiled_layer_sees_each_step():
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(layer.weight.row_codes, twin.weight.row_codes)
+
+
+# -- octavo.quantized_init ---------------------------------------------------------------------------------------------
+
+
+def test_layers_built_in_the_block_have_the_codes_of_those_that_are_quantized_later():
+    torch.manual_seed(0)
+    with octavo.quantized_init("fp8-block"):
+        built = nn.Sequential(octavo.Linear(48, 40), octavo.LayerNormMLP(40, 64, recipe="mxfp8"))
+    torch.manual_seed(0)
+    later = nn.Sequential(octavo.Linear(48, 40, recipe="fp8-block"), octavo.LayerNormMLP(40, 64, recipe="mxfp8"))
+    octavo.quantize_weights(later, trainable=True)
+    for a, b in zip(built.parameters(), later.parameters(), strict=True):
+        assert type(a) is type(b)
+        assert torch.equal(a.detach().clone(), b.detach().clone())
+    octavo.Linear(8, 8)
+    assert type(octavo.Linear(8, 8).weight) is nn.Parameter  # the block has ended
+
+
+def test_a_layer_with_a_recipe_that_quantizes_nothing_stays_plain():
+    with octavo.quantized_init("fp8-block"):
+        assert type(octavo.Linear(8, 8, recipe="bf16").weight) is nn.Parameter
+    with pytest.raises(UnsupportedConfig, match="bf16 quantizes no weight"):
+        octavo.quantized_init("bf16")
+
+
+def test_the_first_step_takes_the_initial_values_that_were_preserved():
+    torch.manual_seed(0)
+    with octavo.quantized_init("fp8-block", preserve_high_precision=True):
+        layer = octavo.Linear(48, 40, bias=False)
+    initial = layer.weight.high_precision_init.clone()
+    optimizer = octavo.optim.AdamW(layer.parameters(), lr=0.0)
+    train(layer, optimizer, 1)
+    assert torch.equal(optimizer.state[layer.weight]["master"], initial)
+    assert not hasattr(layer.weight, "high_precision_init")
+
+
+def test_a_layer_built_on_the_meta_device_is_initialised_as_codes():
+    with torch.device("meta"), octavo.quantized_init("fp8-block"):
+        layer = octavo.Linear(48, 40)
+    assert layer.weight.is_meta
+    layer.to_empty(device="cpu").reset_parameters()
+    assert 0.05 < layer.weight.dequantize().std() < 0.12
+    assert layer(torch.randn(3, 48)).isfinite().all()
