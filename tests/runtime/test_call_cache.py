@@ -95,7 +95,7 @@ def warmed(kind, monkeypatch, recipe="fp8-current"):
 def is_hit(call, x):
     """Whether a call is a hit: then no operation makes its part of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_planned_run", None)
+        patch.setattr(runs, "planned_run", None)
         patch.setattr(Quantized, "_weight_side", None)
         try:
             call(x)
