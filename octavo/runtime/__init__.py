@@ -7,7 +7,7 @@
     replay/             recorded launches: on a GPU the third call of a kind runs a list instead of Python
     graph_nodes         octavo::run and octavo::run_bwd, the two operators of every layer in a compiled graph
     direct_calls        a node's call without torch's dispatcher, where a check in the process allows it
-    gradient_targets    where backward writes dw and running amaxes
+    gradient_targets    buffers of main_grad, and writes that wait until a backward is computed
     named_gradients     gradients that a user's backward returns by name, in the order of the inputs
     caller_memory       y and dx in memory of the caller
 
