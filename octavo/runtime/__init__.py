@@ -10,7 +10,7 @@
     weight_nodes        operators of weights: cached codes, codes in a weight's place, steps of optimizers
     digest              of the package's sources, in the string of every node's call
     direct_calls        a node's call without torch's dispatcher, where a check in the process allows it
-    gradient_targets    where backward writes dw and running amaxes
+    gradient_targets    buffers of main_grad, and writes that wait until a backward is computed
     named_gradients     gradients that a user's backward returns by name, in the order of the inputs
     caller_memory       y and dx in memory of the caller
 
