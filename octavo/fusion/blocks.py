@@ -20,6 +20,7 @@ from octavo.ops import activation as activations
 from octavo.ops.inputs import refuse_symbol
 from octavo.ops.linear import Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
+from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.quant import QTensor
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import ambient, autocast
@@ -71,7 +72,7 @@ def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> 
         norm.shared_by = linear.parallel.group
 
 
-class _Block(Sequential):
+class _Block(RecipeOfLayers, Sequential):
     """A Sequential that requires its fusions if the recipe quantizes."""
 
     _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, RECAST)
