@@ -4,8 +4,18 @@ import sys
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module
 
 Convolution = nn.modules.conv._ConvNd  # the base of every convolution, which conversion reports by this one name
+
+# the hooks of all modules, forward and backward: tables that torch fills and empties in place. any(GLOBAL_HOOKS) asks
+# whether there are some, without a call of a Python function
+GLOBAL_HOOKS = (
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)
 
 # attributes that hold a module in torch.compile, activation checkpointing and Lightning Fabric; state dicts omit them
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
