@@ -1,5 +1,5 @@
-"""Weights that are swapped in place (torch.utils.swap_tensors): no cache keeps a reference that forbids it, and codes of
-the tensor that was there are not used."""
+"""Weights that are swapped in place (torch.utils.swap_tensors): no cache keeps a reference that forbids it, and codes
+of the tensor that was there are not used."""
 
 import copy
 
