@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(
         "a write in place leaves cached codes in use",
-        "octavo/weights/cache.py",
+        "octavo/weights/weight_state.py",
         "version = -1 if weight.is_inference() else weight._version",
         "version = -1",
         "tests/weights/test_weight_cache.py::test_a_write_in_place_makes_the_cached_codes_of_the_weight_stale",

@@ -264,8 +264,8 @@ class LayerNormMLP(_Block):
 
             def again(x: Tensor) -> Any:
                 nonlocal first
-                outside = recipe is None  # backward may run outside of autocast
-                with nullcontext() if outside else autocast(recipe), nullcontext() if first is None else first.again():
+                ambient_again = nullcontext() if recipe is None else autocast(recipe)  # backward may run outside of it
+                with ambient_again, nullcontext() if first is None else first.again():
                     y = run(x, *extra_inputs, op_kwargs=op_kwargs)
                 if first is None and not torch.compiler.is_compiling():  # a graph saves its inputs as they are
                     first = FirstRun(self, (x, *extra_inputs))
