@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._torch.modules import GLOBAL_HOOKS
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import while_tracing
 from octavo.communication.tensor_parallel import COLUMN_BLOCKS
 from octavo.errors import UnsupportedConfig
@@ -184,7 +184,9 @@ class OperationFuser:
 
 def _run_end(steps: list[Step], at: int, x: Any) -> int:
     """Return the end of the run that begins at `at`; `at` itself if this operation joins no run."""
-    if isinstance(x, QTensor) or not isinstance(x, Tensor) or _recast(x) or any(GLOBAL_HOOKS):
+    if isinstance(x, QTensor) or not isinstance(x, Tensor) or _recast(x):
+        return at
+    if any(GLOBAL_HOOKS) and see_operations():
         return at
     end = at
     while end < len(steps) and not _why_not(steps[end].op, x):
@@ -267,7 +269,7 @@ def _why_alone(op: Any, x: Any) -> str:
         return "x is codes"
     if _recast(x):
         return RECAST
-    if any(GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS) and see_operations():
         return HOOKS_OF_ALL
     return _why_not(op, x) or "it only aliases its input here"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from octavo._torch.modules import GLOBAL_HOOKS
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
@@ -113,7 +113,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         does more than call the modules."""
         hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # `explain` removes the hooks of its copy
         plain = self.rules == () and type(self).forward is self._plain_forward()
-        return plain and not hooked and not any(GLOBAL_HOOKS)
+        return plain and not hooked and not (any(GLOBAL_HOOKS) and see_operations())
 
     @classmethod
     def _plain_forward(cls) -> Any:

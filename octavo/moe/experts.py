@@ -126,9 +126,7 @@ class Experts(RecipeOfLayers, Sequential):
         **settings: bool | str,
     ) -> None:
         check_settings("Experts", settings, keywords_of(Experts))
-        check_choice(fc1_output_storage, tuple(RULES), what="fc1_output_storage")
-        self.num_experts = num_experts
-        self.__dict__["fc1_output_storage"] = fc1_output_storage
+        self.num_experts, self.fc1_output_storage = num_experts, fc1_output_storage
         common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype, **settings}
         layers = expert_layers(num_experts, hidden_size, ffn_hidden_size, activation, common)
         layers["fc2"].scales_dy_alone = True
@@ -145,9 +143,9 @@ class Experts(RecipeOfLayers, Sequential):
     @fc1_output_storage.setter
     def fc1_output_storage(self, storage: str) -> None:
         check_choice(storage, tuple(RULES), what="fc1_output_storage")
-        before = RULES[self.fc1_output_storage]
-        own = [rule for rule in self.rules or () if rule not in before]  # the caller's
-        self.rules = self.rules and (*RULES[storage], *own)
+        if rules := self.__dict__.get("rules"):  # a constructor sets them after this, and a caller may set others
+            own = [rule for rule in rules if rule not in RULES[self.fc1_output_storage]]
+            self.rules = (*RULES[storage], *own)
         self.__dict__["fc1_output_storage"] = storage
 
     def forward(  # type: ignore[override]

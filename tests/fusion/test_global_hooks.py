@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
+from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo import ops
@@ -76,3 +77,12 @@ def test_a_graph_has_the_hooks_of_all_modules_that_were_there_when_it_was_compil
     model, x = MODELS["Sequential"](), torch.randn(8, H)  # torch guards on no hook: later ones are not seen
     with hooked("forward_hook", lambda module, _, y: y * 0 if isinstance(module, nn.Linear) else None):
         assert not compiled(model)(x).any()
+
+
+def test_trackers_of_torchs_own_change_no_bit():
+    model, x = MODELS["LayerNormMLP"](), torch.randn(8, H, requires_grad=True)
+    y = model(x)
+    with FlopCounterMode(display=False) as counter:
+        assert torch.equal(model(x), y)
+        assert model.explain(x).fired
+    assert counter.get_total_flops() > 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.modules import GLOBAL_HOOKS
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.class_functions import FUSER, OP
 from octavo.fusion.custom.returned_values import check_gradient, dtype_name
@@ -148,7 +148,7 @@ def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
     """Return (first, last, rule) of the first match of a legacy rule, or None. Its conditions get op_settings(). An
     operation with hooks is called by itself."""
-    if any(GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS) and see_operations():
         return None
     for rule in rules:
         if not rule.op.op_is_legacy:
