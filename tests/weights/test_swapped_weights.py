@@ -8,6 +8,7 @@ import torch
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.weights import optimizer_hooks
 
 H = 32
 LAYERS = {
@@ -60,3 +61,24 @@ def test_a_module_is_cast_by_swapping_after_the_cache_was_filled(make, swaps):
     layer.bfloat16()
     assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
     assert torch.equal(call(layer, first=True), call(twin.bfloat16(), first=True))
+
+
+def test_a_weight_whose_step_was_captured_is_swapped_and_its_memory_stays_known(swaps, monkeypatch):
+    layer, other = LAYERS["Linear"]("fp8-block"), LAYERS["Linear"]("fp8-block")
+    monkeypatch.setattr(optimizer_hooks.heard, "captured", set())
+    monkeypatch.setattr(optimizer_hooks.heard, "captures", False)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    call(layer, first=True).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_hooks, "is_capturing", lambda: True)
+        optimizer.step()
+    optimizer.zero_grad()
+    call(layer, first=True)
+    with pytest.raises(UnsupportedConfig, match="captured in a CUDA graph"):
+        call(layer, first=False)
+    layer.load_state_dict(other.state_dict())  # into the same memory, which the graph writes to
+    call(layer, first=True)
+    with pytest.raises(UnsupportedConfig, match="captured in a CUDA graph"):
+        call(layer, first=False)
+    layer.load_state_dict(other.state_dict(), assign=True)  # other memory, which no graph writes to
+    assert torch.equal(call(layer, first=True), call(layer, first=False))
