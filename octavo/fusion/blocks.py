@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.communication.groups import Group
 from octavo.errors import UnknownSetting, UnsupportedConfig, check_choice, check_whole, nearest
+from octavo.fusion.recomputation import FirstRun
 from octavo.fusion.rules import conditions
 from octavo.fusion.runs import RECAST
 from octavo.fusion.sequential import Sequential
@@ -20,6 +21,7 @@ from octavo.ops import activation as activations
 from octavo.ops.inputs import refuse_symbol
 from octavo.ops.linear import Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
+from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.quant import QTensor
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import ambient, autocast
@@ -71,7 +73,7 @@ def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> 
         norm.shared_by = linear.parallel.group
 
 
-class _Block(Sequential):
+class _Block(RecipeOfLayers, Sequential):
     """A Sequential that requires its fusions if the recipe quantizes."""
 
     _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, RECAST)
@@ -168,7 +170,8 @@ class LayerNormMLP(_Block):
             "swiglu", "clamped-swiglu" or "situglu".
         zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
         recipe: the recipe of both Linears: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
-        activation_recompute: save only x for backward, which runs forward again. Choose it if memory is short.
+        activation_recompute: save only x for backward, which runs forward again, with the parameters, scales and
+            settings of the first run: it raises if one was changed in between. Choose it if memory is short.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
         set_parallel_mode: split the block over the ranks of `tp_group`: `fc1` by its output features (each half of a
@@ -257,9 +260,16 @@ class LayerNormMLP(_Block):
         if self.activation_recompute and torch.is_grad_enabled():
             run, recipe = super().forward, ambient.recipe
 
+            first: FirstRun | None = None
+
             def again(x: Tensor) -> Any:
-                with nullcontext() if recipe is None else autocast(recipe):  # backward may run outside of autocast
-                    return run(x, *extra_inputs, op_kwargs=op_kwargs)
+                nonlocal first
+                ambient_again = nullcontext() if recipe is None else autocast(recipe)  # backward may run outside of it
+                with ambient_again, nullcontext() if first is None else first.again():
+                    y = run(x, *extra_inputs, op_kwargs=op_kwargs)
+                if first is None and not torch.compiler.is_compiling():  # a graph saves its inputs as they are
+                    first = FirstRun(self, (x, *extra_inputs))
+                return y
 
             return checkpoint(again, input, use_reentrant=False)  # type: ignore[no-any-return]
         return super().forward(input, *extra_inputs, op_kwargs=op_kwargs)

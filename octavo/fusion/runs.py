@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import while_tracing
 from octavo.communication.tensor_parallel import COLUMN_BLOCKS
 from octavo.errors import UnsupportedConfig
@@ -17,7 +18,7 @@ from octavo.fusion.plan import Hidden, Planned, has_rules, known_plan, tell
 from octavo.fusion.saved_tensor_report import saved_tensor_report
 from octavo.fusion.stages import Record, Step, Wire, connected, names_of, planned_run, run_takes_nodes
 from octavo.ops.inputs import arrived, check_layout
-from octavo.ops.operation import FusibleOperation, check_columns, has_hooks
+from octavo.ops.operation import HOOKS_OF_ALL, FusibleOperation, check_columns, has_hooks
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.runtime import call_cache
@@ -222,6 +223,8 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
     """Return the end of the run that begins at `at`; `at` itself if this operation joins no run."""
     if isinstance(x, QTensor) or not isinstance(x, Tensor) or _recast(x):
         return at
+    if any(GLOBAL_HOOKS) and see_operations():
+        return at
     end = at
     while end < len(steps) and not _why_not(steps[end].op, x):
         if end > at and steps[end].op.op_forks and steps[end - 1].op.op_forks:
@@ -303,6 +306,8 @@ def _why_alone(op: Any, x: Any) -> str:
         return "x is codes"
     if _recast(x):
         return RECAST
+    if any(GLOBAL_HOOKS) and see_operations():
+        return HOOKS_OF_ALL
     return _why_not(op, x) or "it only aliases its input here"
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
@@ -25,7 +26,7 @@ from octavo.fusion.plan import Planned
 from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, Rule, check_name, global_rules
 from octavo.fusion.stages import Record
 from octavo.ops.inputs import refuse_symbol
-from octavo.ops.operation import WATCHED, FusibleOperation, NoTorchScript, has_hooks
+from octavo.ops.operation import HOOKS_OF_ALL, WATCHED, FusibleOperation, NoTorchScript, has_hooks
 from octavo.quant import QTensor
 from octavo.text import plural
 
@@ -72,7 +73,11 @@ class Sequential(NoTorchScript, nn.Sequential):
         torch.Size([4, 16])
     """
 
-    _allowed_unsupported: tuple[str, ...] = (KNOWN_SCALE, WATCHED)  # what may keep a required rule from firing
+    _allowed_unsupported: tuple[str, ...] = (
+        KNOWN_SCALE,
+        WATCHED,
+        HOOKS_OF_ALL,
+    )  # what may keep a required rule from firing
     _way_out = "Leave it out of require=."
     refuses_nesting: ClassVar[str] = ""  # why a Sequential around this one cannot call it
 
@@ -107,7 +112,8 @@ class Sequential(NoTorchScript, nn.Sequential):
         """Whether a Sequential around this one flattens it: not if it has rules of its own, hooks, or a forward that
         does more than call the modules."""
         hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # `explain` removes the hooks of its copy
-        return self.rules == () and type(self).forward is self._plain_forward() and not hooked
+        plain = self.rules == () and type(self).forward is self._plain_forward()
+        return plain and not hooked and not (any(GLOBAL_HOOKS) and see_operations())
 
     @classmethod
     def _plain_forward(cls) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from octavo._torch.modules import runs_hooks
 from octavo.communication.groups import Group, name_of
@@ -175,11 +176,11 @@ def _held(optimizer: Optimizer) -> set[int]:
 def _hooked(optimizer: Any) -> Optimizer:
     """Return the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
     for found in nested(optimizer):
+        if isinstance(found, LRScheduler):  # has .optimizer, and does not step it
+            break
         if runs_hooks(found):
             stepped: Optimizer = found
             return stepped
-        if not hasattr(found, "param_groups"):  # a scheduler, which also has .optimizer
-            break
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "

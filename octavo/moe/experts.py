@@ -29,6 +29,7 @@ from octavo.moe.routing import checked_index
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.inputs import check_input
 from octavo.ops.permute import Permute, Unpermute
+from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.recipes import Recipe
 
 PARALLEL = ("parallel_mode", "sequence_parallel", "tp_group", "gather_again", "column_blocks")  # keywords of layers
@@ -52,7 +53,7 @@ def _with_storage(unsupported_reason: NotFired) -> NotFired:
     return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")
 
 
-class Experts(Sequential):
+class Experts(RecipeOfLayers, Sequential):
     """The experts of a mixture: each token goes through the experts that a router chose for it, and y is the sum of
     their outputs, weighted by the router's probabilities.
 
@@ -125,13 +126,27 @@ class Experts(Sequential):
         **settings: bool | str,
     ) -> None:
         check_settings("Experts", settings, keywords_of(Experts))
-        check_choice(fc1_output_storage, tuple(RULES), what="fc1_output_storage")
         self.num_experts, self.fc1_output_storage = num_experts, fc1_output_storage
         common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype, **settings}
         layers = expert_layers(num_experts, hidden_size, ffn_hidden_size, activation, common)
         layers["fc2"].scales_dy_alone = True
         rules = RULES[fc1_output_storage]
         super().__init__({"permute": Permute(), **layers, "unpermute": Unpermute()}, rules=rules)
+
+    @property
+    def fc1_output_storage(self) -> str:
+        """The form in which the fused operation keeps the output of `fc1` for backward. Set it to "unquantized" or
+        "fp8", from the next forward on."""
+        found: str = self.__dict__["fc1_output_storage"]
+        return found
+
+    @fc1_output_storage.setter
+    def fc1_output_storage(self, storage: str) -> None:
+        check_choice(storage, tuple(RULES), what="fc1_output_storage")
+        if rules := self.__dict__.get("rules"):  # a constructor sets them after this, and a caller may set others
+            own = [rule for rule in rules if rule not in RULES[self.fc1_output_storage]]
+            self.rules = (*RULES[storage], *own)
+        self.__dict__["fc1_output_storage"] = storage
 
     def forward(  # type: ignore[override]
         self,

@@ -18,6 +18,7 @@ from octavo.moe.router import Router
 from octavo.moe.routing import counts, first, group_size, route
 from octavo.ops.inputs import arrived, check_input
 from octavo.ops.linear import Linear
+from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.quant.groups import MAX_GROUPS
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import process
@@ -26,7 +27,18 @@ from octavo.recipes.ambient import process
 COMMON = ("bias", "delay_wgrad_compute", "fuse_wgrad_accumulation", "keep_weight_codes", "strict")
 
 
-class MoE(nn.Module):
+_STORAGE_WITH_DISPATCHER = (
+    "MoE(fc1_output_storage=...) is for experts that are fused with their permutation, and a dispatcher takes the "
+    "place of that. Leave one of them out."
+)
+_BUILT = (
+    "its experts were built for the other case: with a dispatcher they are a Sequential of fc1, activation and fc2, "
+    "without one an octavo.moe.Experts. Build another MoE with dispatcher= as wanted; both have the same state dict: "
+    "new.load_state_dict(old.state_dict()) moves the parameters. One dispatcher may be replaced by another."
+)
+
+
+class MoE(RecipeOfLayers, nn.Module):
     """A mixture of experts in place of a transformer's MLP: each token goes to the experts that a router chooses.
 
     It consists of `router`, an `octavo.moe.Router`, which computes in float32, `experts`, an `octavo.moe.Experts` in
@@ -159,6 +171,18 @@ class MoE(nn.Module):
         dropped = None if dispatcher is None else torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("dropped", dropped, persistent=False)
 
+    @property
+    def fc1_output_storage(self) -> str:
+        """The form in which the experts keep the output of `fc1` for backward, as in `Experts`. Set it to "unquantized"
+        or "fp8". With a dispatcher it is "unquantized"."""
+        return self.experts.fc1_output_storage if isinstance(self.experts, Experts) else "unquantized"
+
+    @fc1_output_storage.setter
+    def fc1_output_storage(self, storage: str) -> None:
+        if not isinstance(self.experts, Experts):
+            raise UnsupportedConfig(_STORAGE_WITH_DISPATCHER)
+        self.experts.fc1_output_storage = storage
+
     def reset_parameters(self) -> None:
         """Sets `expert_bias` and `load` to zero. The layers inside have a `reset_parameters` of their own.
 
@@ -211,6 +235,8 @@ class MoE(nn.Module):
             index = torch.where(mask, index, -1)
         flag = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
         if self.dispatcher is None:
+            if type(self.experts) is Sequential:
+                raise UnsupportedConfig(f"MoE.dispatcher was set to None, and {_BUILT}")
             permutation = sort(index, self.num_experts)
             load = permutation.sizes
             y = self.experts(x, permutation, weights, **flag)
@@ -227,6 +253,8 @@ class MoE(nn.Module):
     def _dispatched(
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
     ) -> Tensor:
+        if isinstance(self.experts, Experts):
+            raise UnsupportedConfig(f"MoE.dispatcher was set to {type(dispatcher).__name__}, and {_BUILT}")
         sent = dispatcher.dispatch(x, index, weights, self.num_experts)
         check_dispatched(dispatcher, sent, self.num_local_experts)
         if sent.dropped is not None and not process.dry:
@@ -352,10 +380,7 @@ def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, 
     if local is not None and (not is_whole(local) or not 1 <= local <= number):
         raise UnsupportedConfig(f"num_local_experts is a number from 1 to num_experts, {number}, got {local!r}.")
     if dispatcher is not None and "fc1_output_storage" in settings:
-        raise UnsupportedConfig(
-            "MoE(fc1_output_storage=...) is for experts that are fused with their permutation, and a dispatcher takes "
-            "the place of that. Leave one of them out."
-        )
+        raise UnsupportedConfig(_STORAGE_WITH_DISPATCHER)
 
 
 def _shared(hidden: int, ffn: int, activation: str, settings: dict[str, Any]) -> Sequential:

@@ -19,6 +19,7 @@ from octavo.kernels.activation import ACTIVATIONS
 from octavo.ops.activation_layer import Config
 from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation, has_shape, last_dim
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
 from octavo.runtime.call_cache import Lookup
@@ -45,7 +46,7 @@ def stage_of(
     return Stage("activation", key, (scales, bias, seed), (), grads != "", width)
 
 
-class Activation(FusibleOperation, nn.Module):
+class Activation(FusibleOperation, Settings, nn.Module):
     """Base class of the activations. In the pattern of a fusion rule it stands for every activation but ConstantScale.
 
     x is [..., K] in float32, bfloat16 or float16; y has its shape. A gated activation takes [..., 2H], a and b, the
@@ -73,19 +74,36 @@ class Activation(FusibleOperation, nn.Module):
 
     def __init__(self, *, glu_interleave_size: int | None = None, **settings: float) -> None:
         super().__init__()
-        if glu_interleave_size is not None and (type(glu_interleave_size) is not int or glu_interleave_size < 1):
+        self._curve = tuple(settings)  # the names of its numbers
+        self._setting_names = ("glu_interleave_size", *settings)
+        self.glu_interleave_size = glu_interleave_size
+        for name, value in settings.items():
+            setattr(self, name, value)
+        self._settle()
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "glu_interleave_size":
+            self._check_interleave(value)
+        elif not math.isfinite(value):
+            raise UnsupportedConfig(f"{name} of {type(self).__name__} must be a finite number, got {value!r}.")
+        return value
+
+    def _check_interleave(self, size: Any) -> None:
+        if size is not None and (type(size) is not int or size < 1):
             raise UnsupportedConfig(
                 f"glu_interleave_size is how many columns of a, then of b, follow each other: at least 1, got "
-                f"{glu_interleave_size!r}. Leave it out for two halves."
+                f"{size!r}. Leave it out, or set it to None, for two halves."
             )
-        for name, value in settings.items():
-            if not math.isfinite(value):
-                raise UnsupportedConfig(f"{name} of {type(self).__name__} must be a finite number, got {value!r}.")
-        self.glu_interleave_size = glu_interleave_size
-        self._given = ", ".join(f"{name}={value}" for name, value in settings.items())
-        # a string, built once: the compiler may turn a float attribute into a symbol
-        self._settings = f"name='{self.NAME}',interleave={glu_interleave_size or 0}," + "".join(
-            f"{self.FIELDS.get(name, name)}={float(value)!r}," for name, value in settings.items()
+        if size is not None and not ACTIVATIONS[self.NAME].gated:
+            raise UnsupportedConfig(
+                f"glu_interleave_size={size!r} says how the two halves of a gated activation's x alternate, and "
+                f"{type(self).__name__} has no halves. Leave it None."
+            )
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._settings = f"name='{self.NAME}',interleave={self.glu_interleave_size or 0}," + "".join(
+            f"{self.FIELDS.get(name, name)}={float(getattr(self, name))!r}," for name in self._curve
         )
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
@@ -165,7 +183,7 @@ class Activation(FusibleOperation, nn.Module):
 
     def extra_repr(self) -> str:
         interleave = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else ""
-        return ", ".join(filter(None, (self._given, interleave)))
+        return ", ".join(filter(None, (*[f"{name}={getattr(self, name)}" for name in self._curve], interleave)))
 
 
 def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
@@ -304,14 +322,17 @@ class ClampedSwiGLU(Activation):
         glu_linear_offset: float = 1.0,
         glu_interleave_size: int | None = None,
     ) -> None:
-        if not limit > 0:
-            raise UnsupportedConfig(
-                f"limit bounds a from above and b in magnitude, so it must be above 0, got {limit!r}. SwiGLU clamps "
-                "nothing."
-            )
         super().__init__(
             glu_interleave_size=glu_interleave_size, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset
         )
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "limit" and not value > 0:
+            raise UnsupportedConfig(
+                f"limit bounds a from above and b in magnitude, so it must be above 0, got {value!r}. SwiGLU clamps "
+                "nothing."
+            )
+        return super()._checked_setting(name, value)
 
 
 class SiTUGLU(Activation):
@@ -336,13 +357,15 @@ class SiTUGLU(Activation):
     FIELDS: ClassVar[dict[str, str]] = {"beta1": "alpha", "beta2": "beta"}
 
     def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
-        for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 1e-30 <= value <= 1e30:  # float32 holds the value and its inverse
-                raise UnsupportedConfig(
-                    f"{name} bounds a half of x in magnitude, so it must be a finite number above 0 (from 1e-30 to "
-                    f"1e30), got {value!r}. SwiGLU bounds nothing."
-                )
         super().__init__(glu_interleave_size=glu_interleave_size, beta1=beta1, beta2=beta2)
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name in self.FIELDS and not 1e-30 <= value <= 1e30:  # float32 holds the value and its inverse
+            raise UnsupportedConfig(
+                f"{name} bounds a half of x in magnitude, so it must be a finite number above 0 (from 1e-30 to 1e30), "
+                f"got {value!r}. SwiGLU bounds nothing."
+            )
+        return super()._checked_setting(name, value)
 
 
 class ConstantScale(Activation):
@@ -360,10 +383,10 @@ class ConstantScale(Activation):
     """
 
     NAME = "linear"
+    FIELDS: ClassVar[dict[str, str]] = {"scale": "alpha"}
 
     def __init__(self, scale: float) -> None:
-        super().__init__(alpha=scale)
-        self.scale = scale
+        super().__init__(scale=scale)
 
 
 class Bias(FusibleOperation, nn.Module):

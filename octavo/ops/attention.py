@@ -13,20 +13,29 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation, last_dim
 from octavo.ops.rotary_layer import Config
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage, call, takes_nodes
 from octavo.values import Value
 
 
-class RotaryFactors(nn.Module):
+class RotaryFactors(Settings, nn.Module):
     """The cosines and sines of `positions` positions, in float32 whatever the dtype of the model."""
 
     own: Tensor  # [T, 1, D], for a channel itself
     other: Tensor  # [T, 1, D], for the other one of its pair
+    _setting_names = ("positions", "head_width", "base")
 
     def __init__(self, positions: int, head_width: int, base: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.positions, self.head_width, self.base = positions, head_width, base
+        self._register(device)
+        self._settled = True
+
+    def _settle(self) -> None:
+        self._register(self.own.device)
+
+    def _register(self, device: torch.device | str | None) -> None:
         for name, factor in zip(("own", "other"), self._factors(device), strict=True):
             self.register_buffer(name, factor, persistent=False)
 
@@ -105,16 +114,9 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         causal: bool = True, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
-        for name, number in (("heads", heads), ("head_width", head_width), ("kv_heads", kv_heads),
-                             ("positions", positions)):  # fmt: skip
-            if type(number) is not int or number < 1:
-                raise UnsupportedConfig(f"RotaryAttention({name}=) is an int from 1 up, got {number!r}.")
-        if not isinstance(base, int | float) or not 1.0 <= base < math.inf:
-            raise UnsupportedConfig(f"RotaryAttention(base=) is a finite number from 1 up, got {base!r}.")
-        if not isinstance(causal, bool):
-            raise UnsupportedConfig(f"RotaryAttention(causal=) is True or False, got {causal!r}.")
-        if head_width % 2:
-            raise UnsupportedConfig(f"RotaryAttention rotates channels in pairs, got head_width={head_width}, odd.")
+        for name, value in (("heads", heads), ("head_width", head_width), ("kv_heads", kv_heads),
+                            ("positions", positions), ("base", base), ("causal", causal)):  # fmt: skip
+            self._checked_setting(name, value)
         if heads % kv_heads:
             raise UnsupportedConfig(
                 f"RotaryAttention shares each head of k and v among equally many of q, got heads={heads} and "
@@ -122,6 +124,20 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
             )
         super().__init__(positions, head_width, float(base), device)
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "base":
+            if not isinstance(value, int | float) or not 1.0 <= value < math.inf:
+                raise UnsupportedConfig(f"RotaryAttention(base=) is a finite number from 1 up, got {value!r}.")
+            return float(value)
+        if name == "causal":
+            if not isinstance(value, bool):
+                raise UnsupportedConfig(f"RotaryAttention(causal=) is True or False, got {value!r}.")
+        elif type(value) is not int or value < 1:
+            raise UnsupportedConfig(f"RotaryAttention({name}=) is an int from 1 up, got {value!r}.")
+        elif name == "head_width" and value % 2:
+            raise UnsupportedConfig(f"RotaryAttention rotates channels in pairs, got head_width={value}, odd.")
+        return value
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
         """Return the values that each position attends to.

@@ -10,12 +10,13 @@ from octavo.ops.activation import stage_of
 from octavo.ops.activation_layer import Config
 from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
 from octavo.values import Value
 
 
-class Dropout(FusibleOperation, nn.Module):
+class Dropout(FusibleOperation, Settings, nn.Module):
     """In training, zero each element of x with probability p and divide the others by 1 - p; in eval, return x.
 
     An element's index and a seed determine whether it is kept, so backward keeps only the seed and draws the mask
@@ -36,13 +37,11 @@ class Dropout(FusibleOperation, nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
-            raise UnsupportedConfig(f"p is a probability, from 0 to 1, got {p!r}.")
         self.p = p
-        self._settings = f"drop={float(p)!r},"
-        self._keeps_all = p == 0
+        self._settle()
 
     op_keywords = ("seed",)
+    _setting_names = ("p",)
     op_is_elementwise = True
 
     def forward(self, input: Tensor | QTensor, seed: Tensor | None = None) -> Tensor | QTensor:
@@ -64,6 +63,16 @@ class Dropout(FusibleOperation, nn.Module):
             return input
         y: Tensor = self.op_run(values_of(input), seed=seed)
         return y
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if not 0 <= value <= 1:
+            raise UnsupportedConfig(f"p is a probability, from 0 to 1, got {value!r}.")
+        return value
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._settings = f"drop={float(self.p)!r},"
+        self._keeps_all = self.p == 0
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

@@ -13,11 +13,19 @@ from torch import Tensor, nn
 from octavo.communication import collectives
 from octavo.communication.groups import Group, name_of, size_now
 from octavo.communication.rank_checks import check_parameters
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
+from octavo.errors import (
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+    check_choice,
+    check_not_negative,
+)
 from octavo.formats import FLOATS
 from octavo.ops.inputs import check_input, check_weight, numbers, values_of
 from octavo.ops.norm_layer import Config
 from octavo.ops.operation import Edge, FusibleOperation, has_shape
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
 from octavo.runtime.call_cache import Lookup
@@ -25,7 +33,7 @@ from octavo.runtime.contract import DTYPE_NAMES
 from octavo.values import Value
 
 
-class _Norm(FusibleOperation, nn.Module):
+class _Norm(FusibleOperation, Settings, nn.Module):
     """Base class of the norms. A row is the trailing dims `normalized_shape` of x."""
 
     KIND: ClassVar[str]
@@ -35,15 +43,36 @@ class _Norm(FusibleOperation, nn.Module):
     shared_by: str | None = None  # the group of ranks that have the same parameters, where they are known
     sums_gradients = False  # over these ranks
     _ranks_checked = False  # whether the ranks were found to have them
+    _setting_names = ("eps", "zero_centered_gamma", "normalized_shape")
 
-    def __init__(self, eps: float, zero_centered_gamma: bool = False, dims: int = 1) -> None:
+    def __init__(self, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
-        check_not_negative(float(eps), what="eps")
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        self.eps, self.zero_centered_gamma = float(eps), zero_centered_gamma
-        # a string, built once: the compiler may turn a float attribute into a symbol
-        self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self._settle()
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "eps":
+            check_not_negative(float(value), what="eps")
+            return float(value)
+        if name == "zero_centered_gamma":
+            check_choice(value, (True, False), what="zero_centered_gamma")
+            return bool(value)
+        shape = (value,) if isinstance(value, int) else tuple(value)
+        if not shape or any(n < 1 for n in shape):
+            raise UnsupportedConfig(
+                f"normalized_shape is one size or several, each at least 1, got {value!r}. Give the "
+                "trailing sizes of x."
+            )
+        return shape
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._settings = (
+            f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={self.zero_centered_gamma},"
+            f"dims={len(self.normalized_shape) or 1},"
+        )
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
         """Return the normalized values.
@@ -159,14 +188,9 @@ class _Affine(_Norm):
         zero_centered_gamma: bool = False,
         bias: bool = True,
     ) -> None:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if not shape or any(n < 1 for n in shape):
-            raise UnsupportedConfig(
-                f"normalized_shape is one size or several, each at least 1, got {normalized_shape!r}. Give the "
-                "trailing sizes of x."
-            )
-        super().__init__(eps, zero_centered_gamma, len(shape))
-        self.normalized_shape = shape
+        super().__init__(eps, zero_centered_gamma)
+        self.normalized_shape = normalized_shape  # type: ignore[assignment]
+        shape = self.normalized_shape
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -58,6 +58,7 @@ class Channel(NamedTuple):
 
 
 WATCHED = "octavo.inspect watches its tensors"  # why a layer that is inspected joins no run
+HOOKS_OF_ALL = "hooks of all modules are registered"  # why no operation joins one: torch's register_module_forward_hook
 
 
 def check_columns(ops: Iterable[Any], blocks: int) -> None:

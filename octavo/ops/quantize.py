@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from octavo.ops.inputs import check_input
 from octavo.ops.operation import FusibleOperation
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -15,7 +16,7 @@ from octavo.recipes.ambient import ambient
 from octavo.runtime.call import Stage, call, takes_nodes
 
 
-class Quantize(FusibleOperation, nn.Module):
+class Quantize(FusibleOperation, Settings, nn.Module):
     """Quantize x as the fprop of a Linear would: y is a QTensor.
 
     A Linear of the same recipe multiplies these codes as they are and keeps them for dw, so that two Linears can share
@@ -41,11 +42,15 @@ class Quantize(FusibleOperation, nn.Module):
     """
 
     op_is_elementwise = True
+    _setting_names = ("recipe",)
 
     def __init__(self, forward: bool = True, backward: bool = False, recipe: str | Recipe | None = None) -> None:
         super().__init__()
         self.quantize_forward, self.quantize_backward = forward, backward
-        self.recipe = None if recipe is None else resolve(recipe)
+        self.recipe: Recipe | None = recipe  # type: ignore[assignment]
+
+    def _checked_setting(self, name: str, value: Any) -> Recipe | None:
+        return None if value is None else resolve(value)
 
     def forward(self, input: Tensor | QTensor) -> Tensor | QTensor:
         """Return the codes of x.

@@ -10,6 +10,7 @@ from octavo.ops import fork_layer
 from octavo.ops.add_layer import Config
 from octavo.ops.inputs import check_input, numbers, values_of
 from octavo.ops.operation import Edge, FusibleOperation
+from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.runtime.call import Stage
@@ -88,7 +89,7 @@ class Reshape(FusibleOperation, nn.Module):
         return f"{self.shape}"
 
 
-class AddExtraInput(FusibleOperation, nn.Module):
+class AddExtraInput(FusibleOperation, Settings, nn.Module):
     """Add a second tensor to x, such as a residual: y = x + extra. Call it with (x, extra).
 
     Args:
@@ -111,12 +112,27 @@ class AddExtraInput(FusibleOperation, nn.Module):
 
     num_extra_inputs = 1
     op_is_elementwise = True
+    _setting_names = ("in_place",)
 
     def __init__(self, *, in_place: bool = False, source: str | None = None) -> None:
         super().__init__()
-        self.in_place = self.op_writes_extra = in_place
+        self.in_place = in_place
+        self._settle()
         if source is not None:
             self.set_extra_input_channel(0, source)
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        channels = self._channels("_input_channels")
+        if value and channels:
+            raise UnsupportedConfig(
+                f"AddExtraInput(in_place=True) writes to its extra input, which is the channel {channels[0].name!r}, a "
+                "value that other operations read. Leave in_place False."
+            )
+        return value
+
+    def _settle(self) -> None:
+        super()._settle()
+        self.op_writes_extra = self.in_place
 
     def forward(self, input: Tensor | QTensor, extra: Tensor | QTensor) -> Tensor:
         """Return the sum of x and the extra tensor.

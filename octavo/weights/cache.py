@@ -11,15 +11,14 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.cuda import is_capturing
-from octavo._torch.fakes import FakeTensor, as_real_as
-from octavo._torch.tensors import StorageWeakRef
+from octavo._torch.fakes import as_real_as
 from octavo.errors import UnsupportedConfig
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts
@@ -28,6 +27,7 @@ from octavo.runtime.contract import WeightCast
 from octavo.weights.code_memory import Kind, quantize_into, room_of
 from octavo.weights.optimizer_hooks import heard, owner_of
 from octavo.weights.quantized_weight import QuantizedWeight
+from octavo.weights.weight_state import State, state_of
 
 UPDATED = "an optimizer has stepped"
 LOADED = "load_state_dict has written to it"
@@ -53,8 +53,10 @@ class WeightCache:
     def __init__(self) -> None:
         self.held = False  # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
         self.recipe: Recipe | None = None  # that made the codes; None: there are none
-        self._weights: list[weakref.ref[Tensor]] | None = None  # the weights that they were made from,
-        self._states: list[State] = []  # as they were then
+        # ids of the weights that they were made from. torch.utils.swap_tensors refuses a tensor with weak references; a
+        # tensor that later gets the id of another has another storage, which the states tell
+        self._weights: list[int] | None = None
+        self._states: list[State] = []  # of these weights then
         # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax,
         self.ambient = ""  # "", "observed" or "unobserved"
         self.on_device = False  # and whether the device had the block's flag
@@ -153,15 +155,15 @@ class WeightCache:
         if cast.skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return
-        if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
+        if known != [id(w) for w in parts]:
             self._owners = []  # owners of other weights
         self.recipe, self._steps, self._ended = recipe, heard.steps, False
-        self.captured = CAPTURED if heard.captures and any([w in heard.captured for w in parts]) else ""
+        self.captured = CAPTURED if heard.captures and any([state_of(w).place in heard.captured for w in parts]) else ""
         self.stale = self.captured
         self.fills, self._filler, self._observed = self.fills + 1, thread, len(cast.amaxes) > 0
         if not any([w.is_inference() for w in parts]):  # they have no version: their codes are never trusted
             self._states = [state_of(w) for w in parts]
-            self._weights = [weakref.ref(w) for w in parts]  # last: from here on other threads take the codes
+            self._weights = [id(w) for w in parts]  # last: from here on other threads take the codes
 
     def _missing(self, module: Any, config: Any, weight: Tensor, column: bool) -> dict[str, Parts]:
         """Make memory for the codes that are missing, by orientation."""
@@ -186,18 +188,17 @@ class WeightCache:
 
     def is_fresh(self, weights: Sequence[Tensor]) -> bool:
         """Whether nothing indicates that the weights have changed since the codes were made."""
-        refs = self._weights
         return (
-            refs is not None and not self._ended and self._steps == heard.steps and not self.captured
-            and all([ref() is weight for ref, weight in zip(refs, weights, strict=True)])
+            self._weights is not None and not self._ended and self._steps == heard.steps and not self.captured
+            and self._weights == [id(weight) for weight in weights]
             and self._states == [state_of(weight) for weight in weights]
         )  # fmt: skip
 
     def check_fresh(self, weights: Sequence[Tensor]) -> None:
-        known: Sequence[weakref.ref[Tensor] | None] = self._weights or [None] * len(weights)
-        for ref, then, weight in zip(known, self._states, weights, strict=True):
+        known: Sequence[int | None] = self._weights or [None] * len(weights)
+        for own_id, then, weight in zip(known, self._states, weights, strict=True):
             now = state_of(weight)
-            if ref is None or ref() is not weight:
+            if own_id != id(weight):
                 self._refuse(f"it is another tensor{_gathered()}")
             if then != now:
                 other = f"it has another storage{_gathered()}"
@@ -284,21 +285,6 @@ def _gathered() -> str:
         "; a weight that FSDP shards is gathered anew for each forward: leave octavo.microbatch and "
         "is_first_microbatch out there"
     )
-
-
-class State(NamedTuple):
-    """Marks that change whenever a weight does."""
-
-    version: int  # inference tensors have none
-    address: int
-    storage: Any  # a weak reference: while it is held, no other storage looks the same
-
-
-def state_of(weight: Tensor) -> State:
-    version = -1 if weight.is_inference() else weight._version
-    if isinstance(weight, FakeTensor):
-        return State(version, 0, None)
-    return State(version, weight.data_ptr(), StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]
 
 
 def refuse_dense(weight: Tensor) -> NoReturn:

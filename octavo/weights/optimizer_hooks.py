@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 from octavo.runtime.weight_nodes import graph_steps, step_listeners
 from octavo.weights.quantized_weight import QuantizedWeight, keep_master
+from octavo.weights.weight_state import state_of
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
 
@@ -36,7 +36,7 @@ class _Heard:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pending: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in a step with a closure
         self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
-        self.captured: Any = WeakTensorKeyDictionary()  # and of which weights
+        self.captured: set[tuple[int, Any]] = set()  # and the memory that it writes to
 
     @property
     def steps(self) -> int:
@@ -127,8 +127,8 @@ def _written(optimizer: Optimizer) -> None:
     capturing = is_capturing()
     if capturing:
         heard.captures = True
-        for p in found:
-            heard.captured[p] = True
+        heard.captured = {place for place in heard.captured if not place[1].expired()}  # memory that is still there
+        heard.captured |= {state_of(p).place for p in found}
     _tell(found, capturing)
 
 

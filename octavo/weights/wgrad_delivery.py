@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo import backend
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_averaged_by_ddp
-from octavo.errors import UnsupportedConfig, UnsupportedShape, warn
+from octavo.errors import UnsupportedConfig, UnsupportedShape, warn, warn_caller
 from octavo.quant.qtensor import Parts
 from octavo.runtime.deferred_wgrad import are_unfilled
 from octavo.text import plural
@@ -25,6 +25,8 @@ from octavo.weights.wgrad_queue import Computed, Entry, Form, GraphEntry, QueueO
 
 class WeightGradient:
     """Delivers one layer's dw."""
+
+    _warned_of_hooks = False
 
     def __init__(self) -> None:
         self.queue = WgradQueue()
@@ -42,9 +44,24 @@ class WeightGradient:
                     "overwrite. Set overwrite_main_grad alike on each weight."
                 )
         has_flag = any([hasattr(weight, "grad_added_to_main_grad") for weight in trained])
-        if not torch.compiler.is_compiling() and (why := self.ddp_refusal(layer)):  # a graph was refused before
-            raise UnsupportedConfig(f"{layer.op_describe()}: {why}.")
+        if not torch.compiler.is_compiling():  # a graph was refused before
+            if why := self.ddp_refusal(layer):
+                raise UnsupportedConfig(f"{layer.op_describe()}: {why}.")
+            for weight in trained if not has_flag else ():
+                if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                    self._warn_of_hooks(layer)
         return "overwrite" if overwrites else "add", has_flag
+
+    def _warn_of_hooks(self, layer: Any) -> None:
+        """Warn once of hooks that never fire, such as those of an optimizer that steps in backward."""
+        if self._warned_of_hooks:
+            return
+        self._warned_of_hooks = True
+        warn_caller(
+            f"A weight of {layer.op_describe()} has hooks, and fuse_wgrad_accumulation=True adds its gradient to "
+            "weight.main_grad past autograd: they never fire. Set weight.grad_added_to_main_grad = False, which "
+            "backward sets to True: the hooks then get zeros. Or remove the hooks."
+        )
 
     def ddp_refusal(self, layer: Any) -> str:
         """Return why dw cannot go to `main_grad` in a forward of DistributedDataParallel; empty if it can. A flag

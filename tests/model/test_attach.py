@@ -82,6 +82,14 @@ class Duck:
         self.optimizer.zero_grad()
 
 
+class Bare:
+    """A wrapper with nothing but the optimizer and the calls of a training loop."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+
+
 WRAPPERS = {
     "none": lambda o: o,
     "accelerate": Accelerated,
@@ -89,6 +97,8 @@ WRAPPERS = {
     "lightning": Lightninged,
     "lightning, with copied attributes": Copied,
     "a duck": Duck,
+    "without param_groups": Bare,
+    "without param_groups, twice": lambda o: Bare(Bare(o)),
     "both": lambda o: Accelerated(Lightninged(o)),
     "scheduled": lambda o: (LambdaLR(o, lambda step: 1.0), o)[1],
 }

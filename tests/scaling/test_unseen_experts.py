@@ -54,7 +54,7 @@ def test_an_expert_with_its_first_rows_takes_the_smallest_multiplier_of_the_othe
     octavo.load_state_dict(resumed, state)
     assert cold(resumed) == [""]
     for subject in (layer, resumed, in_graph):
-        used = subject._scaling.inputs(subject)[0]
+        used = subject._scaling.of_call(subject)[0][0]
         assert_same(used, torch.stack([own[0], torch.minimum(own[0], own[2]), own[2]]))
     x, dy = batch(1, 1e-5)
     found = [results(subject, x, dy, torch.tensor([0, M, 0])) for subject in (layer, resumed, in_graph)]
@@ -67,4 +67,4 @@ def test_experts_keep_a_multiplier_of_one_if_the_recipe_starts_with_one():
     layer, (x, dy) = experts("fp8-delayed(cold_start='one')"), batch(0, 1e-4)
     results(layer, x, dy, torch.tensor([16, 0, 8]))
     octavo.step(layer)
-    assert layer._scaling.inputs(layer)[0][1] == 1
+    assert layer._scaling.of_call(layer)[0][0][1] == 1

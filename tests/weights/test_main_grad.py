@@ -150,11 +150,18 @@ def test_hooks_fire_where_the_flag_asks_for_a_dummy_gradient(hook):
     assert layer.weight.main_grad.any()
 
 
-def test_without_the_flag_no_hook_and_no_gradient():
-    layer, fired = fused(main_grad=torch.zeros(N, K)), []
-    layer.weight.register_post_accumulate_grad_hook(lambda p: fired.append(1))
-    layer(batch()[0]).backward(batch()[1])
-    assert layer.weight.grad is None and not fired
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_a_warning_says_once_that_hooks_never_fire_without_the_flag(hook, delayed):
+    layer, fired = fused(main_grad=torch.zeros(N, K), delay_wgrad_compute=delayed), []
+    getattr(layer.weight, hook)(lambda p: fired.append(1))
+    with pytest.warns(UserWarning, match=r"has hooks, .* they never fire.*grad_added_to_main_grad = False") as said:
+        y = layer(batch()[0]), layer(batch()[0])
+    assert len(said) == 1 and said[0].filename == __file__
+    for one in y:
+        one.backward(batch()[1])
+        layer.backward_dw()
+    assert layer.weight.grad is None and not fired and layer.weight.main_grad.any()
     assert not hasattr(layer.weight, "grad_added_to_main_grad")
 
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import Untraced
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.class_functions import FUSER, OP
 from octavo.fusion.custom.returned_values import check_gradient, dtype_name
 from octavo.fusion.custom.user_layer import fields_of
 from octavo.fusion.rule import Rule
+from octavo.ops.operation import has_hooks
 from octavo.quant import QTensor
 from octavo.runtime.named_gradients import in_order
 
@@ -145,7 +147,10 @@ def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
 
 
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
-    """Return (first, last, rule) of the first match of a legacy rule, or None. Its conditions get op_settings()."""
+    """Return (first, last, rule) of the first match of a legacy rule, or None. Its conditions get op_settings(). An
+    operation with hooks is called by itself."""
+    if any(GLOBAL_HOOKS) and see_operations():
+        return None
     for rule in rules:
         if not rule.op.op_is_legacy:
             continue
@@ -153,6 +158,8 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
             own = ops[first : first + len(rule.pattern)]
             if any(op.num_extra_inputs or op.num_extra_outputs for op in own):
                 continue  # fuser_forward takes no extra inputs and returns no extra outputs
+            if any(op.op_hooked or has_hooks(op) for op in own):
+                continue
             settings = [op.op_settings() for op in own]
             fits = all(isinstance(op, kind) for op, kind in zip(own, rule.pattern, strict=True))
             if fits and all(condition.holds(settings) for condition in rule.conditions):
