@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SLOW = Path(__file__).with_name("slow_functions.txt")
-LONG = 0.25  # seconds of a function's first case, its setup included, above which the function is left out
+LONG = 0.15  # seconds of a function's first case, its setup included, above which the function is left out
 _LINE = re.compile(r"^([0-9.]+)s (call|setup|teardown) +(tests/\S.*)$", re.M)
 
 

@@ -128,7 +128,8 @@ def _written(optimizer: Optimizer) -> None:
     if capturing:
         heard.captures = True
         heard.captured = {place for place in heard.captured if not place[1].expired()}  # memory that is still there
-        heard.captured |= {state_of(p).place for p in found}
+        # a weight that is codes has no cache beside it
+        heard.captured |= {state_of(p).place for p in found if type(p) is not QuantizedWeight}
     _tell(found, capturing)
 
 
