@@ -4,6 +4,7 @@
     cache               codes that are kept from microbatch to microbatch, and when they are stale
     weight_codes        decides for each call: plain, cached, or the weight itself is codes
     quantized_weight    a weight that is its codes (`octavo.quantize_weights`), as a tensor subclass
+    master_values       float32 values of trained codes, for optimizers that know nothing of codes
     optimizer_hooks     a step of any torch optimizer makes cached codes stale
     main_grad           dw added to a buffer of the caller
     wgrad_queue         dw that waits for `backward_dw()`; wgrad_delivery computes it

@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 from octavo.runtime.weight_nodes import graph_steps, step_listeners
-from octavo.weights.quantized_weight import QuantizedWeight, keep_master
+from octavo.weights.master_values import keep_master
+from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.weight_state import state_of
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead

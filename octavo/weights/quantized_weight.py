@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.dispatcher import no_torch_function
 from octavo._torch.fakes import FakeTensor
@@ -29,6 +28,7 @@ from octavo.runtime.contract import WeightCast
 from octavo.runtime.transforms import refuse_active, refuse_tangents
 from octavo.runtime.weight_nodes import anchor as anchor_in_graph
 from octavo.weights.code_memory import Kind, group_slices, is_plain, measured_by, quantize_into, room_for, values_of
+from octavo.weights.master_values import note_written, writable_values
 
 aten = torch.ops.aten
 ROW = ("row_codes", "row_scale", "row_level2")
@@ -277,43 +277,6 @@ class QuantizedWeight(Tensor):
             self._refuse("a graph that is being traced cannot write to it. Write to it outside of the graph")
 
 
-class Master:
-    """The values of a trained weight in float32, of which its codes are the rounded ones. An optimizer that knows
-    nothing of codes adds to these: most of its updates are smaller than the distance of two codes."""
-
-    def __init__(self) -> None:
-        self.values: dict[int | None, Tensor] = {}  # by group
-        self.version = -1  # of the codes, when they were last made of these values
-
-
-_masters: Any = WeakTensorKeyDictionary()  # row codes -> Master
-
-
-def keep_master(weight: QuantizedWeight) -> None:
-    """From now on, let writes in place to this weight or group compute with float32 values, which are kept."""
-    master = _masters.setdefault(weight.row_codes, Master())
-    if master.version != weight.row_codes._version:  # the program has loaded or set the weight
-        master.values.clear()
-        master.version = weight.row_codes._version
-    if weight.group not in master.values:
-        master.values[weight.group] = weight._base_values().float()
-
-
-def _writable_values(weight: QuantizedWeight) -> Tensor:
-    """Return the values that a write in place begins with, as a tensor to be written to."""
-    master: Master | None = _masters.get(weight.row_codes)
-    if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
-        return master.values[weight.group]
-    return weight._base_values()
-
-
-def _was_written(weight: QuantizedWeight, values: Tensor) -> None:
-    """Note that codes were made of these values."""
-    master: Master | None = _masters.get(weight.row_codes)
-    if master is not None and master.values.get(weight.group) is values:
-        master.version = weight.row_codes._version
-
-
 def codes_of(weight: Tensor, side: str) -> Parts:
     """The codes and scales of a quantized weight, in the order in which a layer takes them."""
     w: Any = weight
@@ -483,7 +446,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
         if id(t) not in shown:
             where = _place(t)
             if where not in bases:
-                bases[where] = t, _writable_values(t) if where in written_places else t._base_values()
+                bases[where] = t, writable_values(t) if where in written_places else t._base_values()
             shown[id(t)] = dense = t._shown(bases[where][1])
             owners[id(dense)] = t
         return shown[id(t)]
@@ -497,7 +460,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     for where in written_places:
         weight, base = bases[where]
         weight.write(base)
-        _was_written(weight, base)
+        note_written(weight, base)
     return tree_map(lambda t: owners.get(id(t), t), result) if targets else result
 
 

@@ -1,0 +1,48 @@
+"""Values in float32 of trained weights that are codes, for optimizers that know nothing of codes.
+
+Such an optimizer writes to a weight in place, and most of its updates are smaller than the distance of two codes. From
+its first step on, writes compute with these values, and the codes are made of them. A program that loads or sets the
+weight makes them stale: the codes have another version then, and the next step begins with the values of the codes.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Master:
+    """The float32 values of one trained weight, by group, and the version of the codes that were made of them."""
+
+    def __init__(self) -> None:
+        self.values: dict[int | None, Tensor] = {}  # by group
+        self.version = -1  # of the codes, when they were last made of these values
+
+
+_masters: Any = WeakTensorKeyDictionary()  # row codes -> Master
+
+
+def keep_master(weight: Any) -> None:
+    """From now on, let writes in place to this weight or group compute with float32 values, which are kept."""
+    master = _masters.setdefault(weight.row_codes, Master())
+    if master.version != weight.row_codes._version:  # the program has loaded or set the weight
+        master.values.clear()
+        master.version = weight.row_codes._version
+    if weight.group not in master.values:
+        master.values[weight.group] = weight._base_values().float()
+
+
+def writable_values(weight: Any) -> Tensor:
+    """Return the values that a write in place begins with, as a tensor to be written to."""
+    master: Master | None = _masters.get(weight.row_codes)
+    if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
+        return master.values[weight.group]
+    values: Tensor = weight._base_values()
+    return values
+
+
+def note_written(weight: Any, values: Tensor) -> None:
+    """Note that codes were made of these values."""
+    master: Master | None = _masters.get(weight.row_codes)
+    if master is not None and master.values.get(weight.group) is values:
+        master.version = weight.row_codes._version
