@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.kernels.adamw import Moments, adamw, reference
 from octavo.weights.quantized_weight import QuantizedWeight
@@ -112,6 +113,11 @@ class AdamW(Optimizer):
         assert grad is not None
         if grad.is_sparse:
             raise UnsupportedConfig("AdamW takes dense gradients, got a sparse one. Use torch.optim.SparseAdam for it.")
+        if is_sharded(parameter):
+            raise UnsupportedConfig(
+                f"octavo.optim.AdamW updates whole parameters, and one of {tuple(parameter.shape)} is a DTensor. Use "
+                "torch.optim.AdamW for parameters that are sharded."
+            )
         state = self._state_of(group, parameter)
         state["step"] += 1
         values = state.get("master", parameter)

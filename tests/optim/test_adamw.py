@@ -203,6 +203,16 @@ def test_a_sparse_gradient_is_refused():
         octavo.optim.AdamW([p]).step()
 
 
+def test_a_sharded_parameter_is_refused(monkeypatch):
+    """Its kernels read whole tensors, and would take a shard's memory for one."""
+    monkeypatch.setattr("octavo.optim.adamw.is_sharded", lambda t: True)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(UnsupportedConfig, match=r"one of \(3,\) is a DTensor. Use torch.optim.AdamW"):
+        octavo.optim.AdamW([p]).step()
+    assert torch.equal(p, torch.ones(3))
+
+
 def test_a_closure_and_a_scheduler():
     p = nn.Parameter(torch.ones(3))
     optimizer = octavo.optim.AdamW([p], lr=0.1)
