@@ -47,7 +47,7 @@ def converted():
     return model
 
 
-def held():
+def quantized():
     model = linear()
     octavo.quantize_weights(model)
     return model
@@ -70,7 +70,7 @@ def titan():
 
 
 MODELS = {
-    "Linear": (linear, "0.weight"), "converted": (converted, "0.weight"), "held as codes": (held, "0.weight"),
+    "Linear": (linear, "0.weight"), "converted": (converted, "0.weight"), "stored as codes": (quantized, "0.weight"),
     "without a recipe": (lambda: nn.Sequential(octavo.Linear(256, 200)), "0.weight"),
     "on meta": (lambda: linear().to("meta"), "0.weight"),
     "LayerNormLinear": (lambda: nn.Sequential(octavo.LayerNormLinear(256, 200)), "0.linear.weight"),
@@ -119,7 +119,7 @@ def test_a_state_dict_with_codes_is_refused_and_its_line_makes_values(made, assi
     assert torch.equal(state[key], values)
     if not key.endswith("1"):  # of a weight for each group, torch assigns all or none
         model.load_state_dict(state, strict=True, assign=True)
-        assert model.state_dict()[key].dtype == torch.float32 or made[0] is held
+        assert model.state_dict()[key].dtype == torch.float32 or made[0] is quantized
 
 
 SCALES = {
@@ -156,11 +156,13 @@ def test_the_line_fits_the_scales(shape, kind, line):
 
 
 OTHERS = {
-    "without scales": ({"weight": torch.zeros(16, 32).to(FP8)}, "(this state dict has none). Dequantize it before "
+    "without scales": ({"weight": torch.zeros(16, 32).to(FP8)}, "(this state dict has none). Load the folder with "
+        "octavo.load_fp8(model, folder), which keeps the codes, or dequantize it before "
         'load_state_dict: state["weight"] = state["weight"].float() * scales, by the scales that'),
     "E5M2": ({"weight": torch.zeros(16, 32).to(torch.float8_e5m2)}, "is torch.float8_e5m2: published codes"),
     "of two levels": ({"weight": torch.zeros(16, 16, dtype=torch.uint8), "weight_scale": torch.ones(16, 2).to(FP8),
-                       "weight_scale_2": torch.ones(())}, "(weight_scale, weight_scale_2). Dequantize it before "
+                       "weight_scale_2": torch.ones(())}, "(weight_scale, weight_scale_2). Load the folder with "
+        "octavo.load_fp8(model, folder), which keeps the codes, or dequantize it before "
         "load_state_dict: have the program that made the checkpoint write it in bfloat16."),
     "packed": ({"weight": torch.zeros(16, 16, dtype=torch.uint8), "weight_scale": torch.ones(16, 2)},
                "have the program that made the checkpoint write it"),
@@ -238,7 +240,8 @@ class FP8Linear(nn.Linear):
 
 SENTENCE = (
     "convert cannot take 0: its weight is torch.float8_e4m3fn: published codes, which are values only if they are "
-    "multiplied by their scales (weight_scale_inv). Load the model dequantized (transformers: "
+    "multiplied by their scales (weight_scale_inv). Build the model without codes, and fill it with "
+    "octavo.load_fp8(model, folder), or load it dequantized (transformers: "
     "quantization_config=FineGrainedFP8Config(dequantize=True))"
 )
 
@@ -261,12 +264,14 @@ def test_plain_layers_and_experts_of_codes_are_not_converted():
     plain = nn.Sequential(nn.Linear(256, 200).to(FP8))
     experts = nn.Sequential(Gated(Config(), experts=3, hidden=256, ffn=160).to(FP8))
     rows = nn.Sequential(GroupedExperts(experts=3, hidden=256, ffn=160).to(FP8))
-    for model, name in ((plain, "weight"), (experts, "gate_up_proj"), (rows, "w1_EFD")):
-        with pytest.raises(UnsupportedConfig, match=rf"its {name} is torch.float8_e4m3fn: published codes"):
+    with pytest.raises(UnsupportedConfig, match=r"its weight is torch\.float8_e4m3fn: published codes"):
+        octavo.convert(plain, "fp8-current")
+    for model, name in ((experts, "gate_up_proj"), (rows, "w1_EFD")):
+        with pytest.warns(UserWarning, match=rf"its {name} is torch\.float8_e4m3fn: published codes"):
             octavo.convert(model, "fp8-current")
     cast = nn.Sequential(Gated(Config(), experts=3, hidden=256, ffn=160))
     cast[0].gate_up_proj_scale_inv = nn.Parameter(torch.ones(3, 3, 2))
-    with pytest.raises(UnsupportedConfig, match=r"its gate_up_proj is torch.float32: .*\(gate_up_proj_scale_inv\)"):
+    with pytest.warns(UserWarning, match=r"its gate_up_proj is torch.float32: .*\(gate_up_proj_scale_inv\)"):
         octavo.convert(cast, "fp8-current")
     for layer in (octavo.Linear(256, 200), octavo.GroupedLinear(2, 256, 200)):
         model = nn.Sequential(layer.to(FP8))

@@ -1,0 +1,312 @@
+"""What of a published folder goes where in a model: everything that can be wrong is found here, from headers, scales
+and the model, before a weight is loaded or a layer converted."""
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo._torch.modules import plain_name, unsaved_buffers
+from octavo._torch.tensors import is_sharded
+from octavo.checkpoints.published.layout_choice import CONFIG, Choice, choose
+from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout
+from octavo.checkpoints.published.published_names import Piece, pieces_in
+from octavo.checkpoints.published.shards import read_entries
+from octavo.checkpoints.published.tensor_parts import check_scales, expected, unsupported_columns
+from octavo.checkpoints.tensor_file import Entry, read_entry
+from octavo.errors import InvalidCheckpoint, UnsupportedConfig
+from octavo.model.layer_lookup import joined
+from octavo.model.third_party import third_party_experts
+from octavo.ops.quantized import Quantized
+from octavo.text import plural
+from octavo.values import excerpt
+
+SHARDED = "Load before fully_shard and tensor parallelism"
+CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8")
+KV_SCALE = re.compile(
+    r"(.*\.)?((kv|k|v|q|prob)_scale|[kvq]_zero_point|(k|v|kv)_(proj|cache)\.(k_|v_|output_)scale)", re.DOTALL
+)
+
+
+class Slot(NamedTuple):
+    """A parameter or buffer of a model, and all places that have it."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+    others: tuple[tuple[nn.Module, str], ...] = ()  # where it is tied to
+    other_names: tuple[str, ...] = ()
+
+
+class Fill(NamedTuple):
+    """The place of a parameter's content in a folder."""
+
+    slot: Slot
+    pieces: list[Piece]
+    layout: Layout | None  # None: values
+    as_codes: bool
+    transposed: bool = False  # the file has [..., N, K] where the model has [..., K, N]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter as the file has it."""
+        shape = tuple(self.slot.tensor.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def shape_of(self, piece: Piece) -> tuple[int, ...]:
+        return self.shape if piece.expert is None else (piece.rows, self.shape[-1])
+
+
+class Plan(NamedTuple):
+    """A checked plan."""
+
+    entries: dict[str, Entry]
+    choice: Choice
+    fills: list[Fill]
+    skipped: dict[str, str]  # tensors of the folder that the model does not get, and why
+
+
+def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequence[str], ignore: Sequence[str]) -> Plan:
+    """Match a model with a folder. Raise for anything that is missing, unknown, or does not fit."""
+    entries = read_entries(folder)
+    made = _Planner(folder, entries, choose(folder, layout), tuple(dequantize))
+    fills = [made.fill(slot) for slot in slots(model)]
+    found = [fill for fill in fills if fill is not None]
+    skipped = made.rest(model, ignore)
+    if made.missing:
+        raise InvalidCheckpoint(
+            f"{folder} lacks {plural(len(made.missing), 'tensor')} of the model, such as "
+            f"{', '.join(made.missing[:3])}. Load the checkpoint of this model; its names are those of "
+            "model.state_dict()."
+        )
+    _check_ties(found)
+    _check_all_scales(entries, found)
+    return Plan(entries, made.choice, found, skipped)
+
+
+def matched(model: nn.Module, folder: Path) -> Plan:
+    """Match a model with the folder that it came from, whether its weights are codes or values."""
+    entries = read_entries(folder)
+    made = _Planner(folder, entries, choose(folder, None), ("*",))
+    fills = [fill for slot in slots(model) if (fill := made.fill(slot)) is not None]
+    if made.missing:
+        raise InvalidCheckpoint(
+            f"{folder} lacks {made.missing[0]} of the model, so the model did not come from there. Pass layout=."
+        )
+    return Plan(entries, made.choice, fills, {})
+
+
+def slots(model: nn.Module) -> list[Slot]:
+    """Return the parameters and persistent buffers of a model, each once, with all places that have it."""
+    places: dict[int, list[tuple[str, nn.Module, str, Tensor]]] = {}
+    for path, module in model.named_modules():
+        kept = {k: b for k, b in module._buffers.items() if k not in unsaved_buffers(module)}
+        for key, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                name = plain_name(joined(path, key))
+                places.setdefault(id(tensor), []).append((name, module, key, tensor))
+    return [
+        Slot(*first, tuple((module, key) for _, module, key, _ in rest), tuple(name for name, *_ in rest))
+        for first, *rest in places.values()
+    ]
+
+
+class _Planner:
+    """Collects what was found, and what is missing."""
+
+    def __init__(self, folder: Path, entries: dict[str, Entry], choice: Choice, dequantize: tuple[str, ...]) -> None:
+        self.folder, self.entries, self.choice, self.dequantize = folder, entries, choice, dequantize
+        self.used: set[str] = set()
+        self.missing: list[str] = []
+        self.skipped: dict[str, str] = {}
+        self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in choice.groups])))
+
+    def fill(self, slot: Slot) -> Fill | None:
+        names = [slot.name, *slot.other_names]
+        shape = tuple(slot.tensor.shape)
+        stacked = shape if third_party_experts.is_weight(slot.owner, slot.key) else shape[-2:]
+        pieces = next((p for name in names if (p := pieces_in(name, stacked, self.names, self.entries))), [])
+        if not pieces:
+            self.missing.append(slot.name)
+            return None
+        if is_sharded(slot.tensor):
+            raise self._unfit(slot.name, "the model's tensor is a DTensor, of which this rank has a part", SHARDED)
+        found = {self._layout_of(piece, slot) for piece in pieces}
+        if len(found) > 1:
+            kinds = ", ".join(sorted("values" if row is None else row.name for row in found))
+            raise self._unfit(slot.name, f"its parts are mixed: {kinds}", "Rewrite it in one layout")
+        layout = found.pop()
+        turned = layout is not None and layout.unpacks and bool(getattr(slot.owner, "is_transposed", False))
+        fill = Fill(slot, pieces, layout, layout is not None and not self._as_values(slot, layout), turned)
+        for piece in pieces:
+            self._check(fill, piece)
+        if fill.as_codes:
+            self._check_holder(fill)
+        self._skip_ties(slot, pieces)
+        return fill
+
+    def _skip_ties(self, slot: Slot, pieces: list[Piece]) -> None:
+        """Skip a tensor that a file has twice and the model once, if the two are equal."""
+        for name in (slot.name, *slot.other_names):
+            entry, first = self.entries.get(name), self.entries.get(pieces[0].name)
+            if entry is None or first is None or name == pieces[0].name or entry.shape != first.shape:
+                continue
+            if not torch.equal(read_entry(entry), read_entry(first)):
+                raise self._unfit(name, f"the model ties it to {pieces[0].name}, and they differ", "Untie them first")
+            self.used.add(name)
+            self.skipped[name] = "the model has it in one with another"
+
+    def _as_values(self, slot: Slot, layout: Layout) -> bool:
+        module = slot.name.removesuffix(".weight")
+        asked = any(fnmatchcase(slot.name, p) or fnmatchcase(module, p) for p in self.dequantize)
+        return asked or (layout.unpacks and bool(getattr(slot.owner, "is_transposed", False)))
+
+    def _layout_of(self, piece: Piece, slot: Slot) -> Layout | None:
+        """Return the layout of a weight's codes; None for values."""
+        named = self.choice.of(piece.module)
+        entry = self.entries.get(piece.name)
+        scales = [row.scale for row in LAYOUTS.values() if piece.name + row.scale in self.entries]
+        if entry is not None and entry.dtype not in CODES:
+            if scales:
+                raise self._unfit(piece.name, f"it is {entry.dtype}, and has {piece.name}{scales[0]}", "It is no codes")
+            return None
+        if entry is not None and not slot.tensor.is_floating_point():
+            return None
+        if named is None:
+            where = f"its codes are {entry.dtype}" if entry is not None else "it has codes"
+            raise self._unfit(piece.name, f"{where}, and {CONFIG} leaves it out", f"Correct {CONFIG}, or name layout=")
+        return named
+
+    def _check(self, fill: Fill, piece: Piece) -> None:
+        """Raise unless the folder has a piece in the dtype and shape that the model and the layout need."""
+        layout, shape = fill.layout, fill.shape_of(piece)
+        if layout is None:
+            self._check_one(piece.name, "", "values", (*FLOATS, "F64"), (shape,), fill.slot.tensor)
+            return
+        if why := unsupported_columns(layout, shape[-1]):
+            raise self._unfit(piece.name, why, "Pass dequantize= with its name", layout)
+        for each in expected(layout, shape):
+            self._check_one(piece.name + each.suffix, each.suffix, layout.name, each.dtypes, each.shapes)
+        scale = f"{piece.module}.{layout.activation_scale}"
+        if scale in self.entries:
+            self.used.add(scale)
+            self.skipped[scale] = "a static scale of activations: Octavo scales x by its own amax"
+        rows = layout.quantizer.block[0]
+        if fill.as_codes and piece.expert is not None and piece.start % (rows or fill.shape[-2]):
+            raise self._unfit(
+                piece.name, f"row {piece.start} of its expert begins in a block of {rows or 'all'} rows",
+                "Pass dequantize= with the parameter's name", layout,
+            )  # fmt: skip
+
+    def _check_one(
+        self, name: str, suffix: str, layout: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
+        tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        entry = self.entries.get(name)
+        if entry is None:
+            raise InvalidCheckpoint(
+                f"{self.folder} has codes of {excerpt(name.removesuffix(suffix))} without {excerpt(name)}, which "
+                f"{layout} has. Without it they are no values. Get the files again, or name another layout=."
+            )
+        if tensor is not None and not tensor.is_floating_point():
+            dtypes = (entry.dtype,)
+        if entry.dtype not in dtypes or entry.shape not in shapes:
+            raise InvalidCheckpoint(
+                f"{excerpt(name)} of {self.folder} is {entry.dtype} {list(entry.shape)}, and {layout} of this model "
+                f"has {' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)} there. Load the "
+                "checkpoint of this model, or name another layout=."
+            )
+        self.used.add(name)
+
+    def _check_holder(self, fill: Fill) -> None:
+        """Raise unless a layer can hold the codes."""
+        slot, layout = fill.slot, fill.layout
+        assert layout is not None
+        owner, why = slot.owner, ""
+        is_weight = isinstance(owner, nn.Linear) and slot.key == "weight"
+        is_weight = is_weight or (isinstance(owner, Quantized) and slot.key in owner._names_of_weights())
+        if not is_weight and not third_party_experts.is_weight(owner, slot.key):
+            why = f"it is the parameter {slot.key} of a {type(owner).__name__}, which holds no codes"
+        for layer in layers_of(fill):
+            recipe = layer.recipe
+            if recipe is not None and recipe.linear().fprop.right != layout.quantizer:
+                why = (
+                    f"its layer has the recipe {recipe}, whose weights are {recipe.linear().fprop.right}. Build the "
+                    f"layer without a recipe, or with {layout.recipe}"
+                )
+        if why:
+            raise self._unfit(slot.name, why, "Pass dequantize= with its name to load values", layout)
+
+    def rest(self, model: nn.Module, ignore: Sequence[str]) -> dict[str, str]:
+        """Return the tensors that nothing of the model takes, with the reason. Raise if there is none."""
+        own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unknown = []
+        for name in self.entries:
+            if name in self.used:
+                continue
+            if KV_SCALE.fullmatch(name):
+                self.skipped[name] = "a scale of the key-value cache: servers use it, and training has no such cache"
+            elif any(re.search(pattern, name) for pattern in own):
+                self.skipped[name] = "the model's class ignores it"
+            elif any(fnmatchcase(name, pattern) for pattern in ignore):
+                self.skipped[name] = "the caller ignores it"
+            else:
+                unknown.append(name)
+        if unknown:
+            raise InvalidCheckpoint(
+                f"{self.folder} has {plural(len(unknown), 'tensor')} that the model lacks, such as "
+                f"{', '.join(map(excerpt, unknown[:3]))}"
+                f"{f'; and the model has {self.missing[0]}, which the folder lacks' if self.missing else ''}. Load the "
+                "checkpoint of this model, or pass ignore= with their names."
+            )
+        return self.skipped
+
+    def _unfit(self, name: str, why: str, way_out: str, layout: Layout | None = None) -> InvalidCheckpoint:
+        what = f" in the layout {layout.name}" if layout is not None else f" ({self.choice.names})"
+        return InvalidCheckpoint(f"{excerpt(name)} of {self.folder}{what} cannot be loaded: {why}. {way_out}.")
+
+
+def layers_of(fill: Fill) -> Iterable[Any]:
+    """Yield the Octavo layer that a parameter is the weight of, if there is one."""
+    owner = fill.slot.owner
+    if isinstance(owner, Quantized):
+        yield owner
+    elif (layer := third_party_experts.layer_of(owner, fill.slot.key)) is not None:
+        yield layer
+
+
+def _check_ties(fills: list[Fill]) -> None:
+    for fill in fills:
+        if fill.as_codes and fill.slot.others:
+            raise UnsupportedConfig(
+                f"{fill.slot.name} is codes in the file, and the model has that parameter in "
+                f"{1 + len(fill.slot.others)} places. Untie them, or pass dequantize= with its name."
+            )
+
+
+def _check_all_scales(entries: dict[str, Entry], fills: list[Fill]) -> None:
+    """Read all scales, which are small, and raise for nonsense."""
+    for fill in fills:
+        layout = fill.layout
+        if layout is None:
+            continue
+        seconds: dict[int | None, tuple[str, Tensor]] = {}
+        for piece in fill.pieces:
+            check_scales(layout, piece.name + layout.scale, read_entry(entries[piece.name + layout.scale]))
+            if not layout.level2:
+                continue
+            name = piece.name + layout.level2
+            value = read_entry(entries[name])
+            if not bool(value.isfinite().all()) or not bool((value > 0).all()):
+                raise InvalidCheckpoint(f"{name} has a scale that is not finite and positive. Get the file again.")
+            first, other = seconds.setdefault(piece.expert, (name, value))
+            if fill.as_codes and not torch.equal(other.reshape(-1), value.reshape(-1)):
+                raise InvalidCheckpoint(
+                    f"{first} is {other.tolist()} and {name} is {value.tolist()}: one weight of the model has both. "
+                    f"Pass dequantize={fill.slot.name!r}, or publish them with one scale."
+                )

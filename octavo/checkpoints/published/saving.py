@@ -1,0 +1,318 @@
+"""`octavo.save_fp8` and `octavo.fp8_state_dict`: publish the codes that a model multiplies."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo._torch.modules import plain_name
+from octavo.checkpoints.published.layout_choice import CONFIG, entry_for, read_json
+from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
+from octavo.checkpoints.published.loading import values_of_piece
+from octavo.checkpoints.published.loading_plan import Fill, Slot, layers_of, matched, slots
+from octavo.checkpoints.published.published_names import Piece, ways
+from octavo.checkpoints.published.shards import (
+    SHARD_BYTES,
+    Planned,
+    config_with,
+    folder_of,
+    other_files,
+    path_of,
+    write_folder,
+)
+from octavo.checkpoints.published.tensor_parts import (
+    expected,
+    in_file,
+    in_memory_part,
+    refined,
+    unsupported_columns,
+    unsupported_refinement,
+)
+from octavo.checkpoints.tensor_file import NAMES, Entry, check_plain, read_entry
+from octavo.errors import UnsupportedConfig, check_choice, warn_caller
+from octavo.model.layer_lookup import check_model, joined, refuse_parts
+from octavo.model.third_party import third_party_experts
+from octavo.model.third_party.third_party_experts import is_weight
+from octavo.quant.proto import TensorProto
+from octavo.quant.quantizer import Quantizer
+from octavo.text import plural
+from octavo.weights.loaded_codes import rows_of
+from octavo.weights.quantized_weight import QuantizedWeight
+
+WAY_OUT = "save it with octavo.save_checkpoint, or rewrite a saved folder by `octavo convert-checkpoint`"
+
+
+def save_fp8(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Save a model as a published checkpoint of codes, which servers load.
+
+    The codes and scales are those that the model's own forward multiplies: of weights that are codes, the codes; of
+    other weights of layers with a recipe, what the recipe makes of them. Layers without a recipe are saved as values,
+    and listed in config.json as not converted. The folder appears when it is complete.
+
+    Args:
+        model: the model. Its `config`, if it has one as transformers' models do, becomes config.json.
+        folder: the folder to make.
+        layout: the layout of the codes, one of `octavo.checkpoints.published.layouts.LAYOUTS`.
+        like: the folder that the model was loaded from, in place of `layout`: the new one has its names, dtypes,
+            config.json and other files. Tensors that training did not change are equal to the byte, and tensors that
+            the model does not have, such as scales of a key-value cache, are copied.
+        shard_bytes: the largest size of a file.
+
+    Raises:
+        UnsupportedConfig: the folder exists; neither or both of layout and like are given; the codes of a layer do not
+            fit the layout.
+
+    Example:
+        >>> import os, tempfile
+        >>> model = nn.Sequential(octavo.Linear(256, 128, recipe="fp8-block"))
+        >>> path = tempfile.mkdtemp() + "/published"
+        >>> octavo.save_fp8(model, path, layout="fp8-block")
+        >>> sorted(os.listdir(path))
+        ['config.json', 'model.safetensors']
+    """
+    target = path_of(folder, "save_fp8")
+    planned, config, source = _plan(model, layout, like, "save_fp8")
+    write_folder(target, planned, config, () if source is None else other_files(source), shard_bytes)
+
+
+def fp8_state_dict(
+    model: nn.Module, *, layout: str | None = None, like: str | os.PathLike[str] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors that `octavo.save_fp8` would save, on the model's device.
+
+    They are for `load_weights` of vLLM and SGLang: `list(octavo.fp8_state_dict(model, layout="fp8-block").items())`.
+    Codes are views of the model's own memory where it has them, so take them over before the next step.
+
+    Args:
+        model: the model.
+        layout: as in `octavo.save_fp8`.
+        like: as in `octavo.save_fp8`.
+
+    Returns:
+        Codes, scales and values, by the names that published files have.
+
+    Raises:
+        UnsupportedConfig: as in `octavo.save_fp8`.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(256, 128, bias=False, recipe="fp8-block"))
+        >>> {name: tuple(t.shape) for name, t in octavo.fp8_state_dict(model, layout="fp8-block").items()}
+        {'0.weight': (128, 256), '0.weight_scale_inv': (1, 2)}
+    """
+    return {name: one.make() for name, one in _plan(model, layout, like, "fp8_state_dict")[0].items()}
+
+
+def _plan(
+    model: nn.Module, layout: str | None, like: Any, function: str
+) -> tuple[dict[str, Planned], dict[str, Any], Path | None]:
+    check_model(model, function)
+    refuse_parts(model, function, "Gather the weights first.")
+    if (layout is None) == (like is None):
+        raise UnsupportedConfig(
+            f"octavo.{function} takes layout=, one of {', '.join(LAYOUTS)}, or like=, the folder that the model came "
+            f"from; got layout={layout!r} and like={like!r}. Pass one of them."
+        )
+    if layout is not None:
+        check_choice(layout, tuple(LAYOUTS), what="layout")
+        return *_by_layout(model, LAYOUTS[layout]), None
+    source = folder_of(like, function)
+    return _like(model, source), read_json(source / CONFIG) if (source / CONFIG).exists() else {}, source
+
+
+def _by_layout(model: nn.Module, layout: Layout) -> tuple[dict[str, Planned], dict[str, Any]]:
+    planned: dict[str, Planned] = {}
+    left_out: list[str] = []
+    for slot in slots(model):
+        shape = tuple(slot.tensor.shape)
+        options = list(ways(slot.name, shape))
+        pieces = options[min(1, len(options) - 1)] if is_weight(slot.owner, slot.key) else options[0]
+        is_coded = _quantizer(slot) is not None
+        if not is_coded and slot.tensor.dim() >= 2 and slot.key != "bias" and not isinstance(slot.owner, nn.Embedding):
+            left_out += [piece.module for piece in pieces]
+        fill = Fill(slot, pieces, layout if is_coded else None, is_coded)
+        for piece in pieces:
+            planned.update(_coded(fill, piece) if is_coded else {piece.name: _values(slot, piece)})
+    warn_of_static_scales(layout)
+    _warn_of_values(model, planned)
+    own: Any = getattr(model, "config", None)
+    config = own.to_dict() if hasattr(own, "to_dict") else {}
+    return planned, config_with(config, entry_for(layout, left_out))
+
+
+def _warn_of_values(model: nn.Module, planned: dict[str, Planned]) -> None:
+    """Warn of weights that are multiplied as codes, and saved as values: the model has them in another layout."""
+    names = [
+        plain_name(joined(path, layer._place_in_owner.name))
+        for path, module in model.named_modules()
+        for layer in third_party_experts.layers_of(module)
+        if layer.recipe is not None and layer.recipe.linear().fprop.right is not None
+    ]
+    values = sorted({name for name in names if name in planned and planned[name].dtype in FLOATS})
+    if values:
+        warn_caller(
+            f"{plural(len(values), 'quantized weight')} will be values in these files, such as {values[0]}: the model "
+            "has them transposed, or several in one, which no layout of codes has. Its own forward quantizes them, and "
+            "a server that loads these files does not."
+        )
+
+
+def _quantizer(slot: Slot) -> Quantizer | None:
+    """Return the quantizer of a parameter's codes; None if it is no weight that is quantized."""
+    fill = Fill(slot, [], None, True)
+    for layer in layers_of(fill):
+        if slot.key in layer._names_of_weights() or is_weight(slot.owner, slot.key):
+            found: Quantizer | None = None if layer.recipe is None else layer.recipe.linear().fprop.right
+            return found
+    return None
+
+
+def _values(slot: Slot, piece: Piece) -> Planned:
+    check_plain(slot.name, slot.tensor)
+    tensor = slot.tensor.detach()
+    part = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
+    return Planned(NAMES[part.dtype], tuple(part.shape), lambda: part)
+
+
+def _coded(fill: Fill, piece: Piece) -> Iterator[tuple[str, Planned]]:
+    """Yield the tensors of one piece of a weight, in a layout."""
+    slot, layout = fill.slot, fill.layout
+    assert layout is not None
+    spec, shape = _quantizer(slot), fill.shape_of(piece)
+    assert spec is not None
+    _check_fits(slot, spec, layout, shape)
+    for each in expected(layout, shape):
+        make = partial(_made, fill, piece, each.suffix)
+        yield piece.name + each.suffix, Planned(each.dtypes[0], each.shapes[0], make)
+
+
+def _check_fits(slot: Slot, spec: Quantizer, layout: Layout, shape: tuple[int, ...]) -> None:
+    (layer,) = layers_of(Fill(slot, [], None, True))
+    why = unsupported_refinement(spec, layout) or unsupported_columns(layout, shape[-1])
+    if not why and layer.recipe.stateful and not isinstance(slot.tensor, QuantizedWeight):
+        why = "its recipe scales by earlier steps. Use fp8-current, or octavo.quantize_weights before"
+    if slot.tensor.is_meta:
+        why = "it is on the meta device, and has no values"
+    if why:
+        raise UnsupportedConfig(
+            f"{slot.name} runs in {layer.recipe}, whose weights are {spec}, and cannot be saved as {layout.name}: "
+            f"{why}. Name another layout=, or {WAY_OUT}."
+        )
+
+
+def _made(fill: Fill, piece: Piece, suffix: str, dtype: str = "") -> Tensor:
+    layout, slot = fill.layout, fill.slot
+    assert layout is not None
+    shape, spec = fill.shape_of(piece), _quantizer(slot)
+    assert spec is not None
+    if piece.expert is None and len(shape) == 3:
+        each = [_parts(slot, spec, i, 0, shape[1]) for i in range(shape[0])]
+        parts = [torch.stack(list(same)) for same in zip(*each, strict=True)]
+    else:
+        parts = _parts(slot, spec, piece.expert, piece.start, shape[-2])
+    scales = dtype if suffix == layout.scale else ""
+    return in_file(layout, refined(parts, spec, layout, shape), shape, scales)[suffix]
+
+
+def _parts(slot: Slot, spec: Quantizer, expert: int | None, start: int, rows: int) -> list[Tensor]:
+    """Return codes, scales and the second level of rows of a weight: what its forward multiplies."""
+    weight: Any = slot.tensor
+    if isinstance(weight, QuantizedWeight):
+        group = weight.group if expert is None else expert
+        proto = spec.proto(TensorProto((rows, weight.shape[-1]), weight.dtype, torch.device("meta")))
+        like = list(proto.empty().tensors())
+        return rows_of(weight, group, start, like)
+    matrix = weight.detach() if expert is None else weight.detach()[expert]
+    whole = spec.quantize(matrix)[start : start + rows] if start or rows != matrix.shape[0] else spec.quantize(matrix)
+    codes, *rest = whole.tensors()
+    return [codes.view(torch.uint8), *rest]
+
+
+# -- like the folder that the model came from --------------------------------------------------------------------------
+
+
+def _like(model: nn.Module, source: Path) -> dict[str, Planned]:
+    """Return the tensors of that folder, in its order: those of the model, or the folder's own where they are equal."""
+    made = matched(model, source)
+    found: dict[str, Planned] = {}
+    for fill in made.fills:
+        for piece in fill.pieces:
+            if fill.layout is None:
+                found[piece.name] = _like_values(fill, piece, made.entries[piece.name])
+            elif _quantizer(fill.slot) is None:
+                found.update(_like_dequantized(fill, piece, made.entries))
+            else:
+                found.update(_like_coded(fill, piece, made.entries))
+    for name, entry in made.entries.items():
+        found.setdefault(name, _copied(entry))
+    return {name: found[name] for name in made.entries}
+
+
+def _copied(entry: Entry) -> Planned:
+    return Planned(entry.dtype, entry.shape, partial(read_entry, entry))
+
+
+def _like_values(fill: Fill, piece: Piece, entry: Entry) -> Planned:
+    own = _values(fill.slot, piece).make
+
+    def make() -> Tensor:
+        source, mine = read_entry(entry), own().cpu()
+        return source if torch.equal(source.to(mine.dtype), mine) else mine.to(source.dtype)
+
+    return Planned(entry.dtype, entry.shape, make)
+
+
+def _like_coded(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
+    for name, _ in _coded(fill, piece):
+        entry = entries[name]
+        yield (
+            name,
+            Planned(entry.dtype, entry.shape, partial(_equal_or_own, fill, piece, name[len(piece.name) :], entry)),
+        )
+
+
+def _equal_or_own(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor:
+    """Return the tensor of the file, if the model still has its codes or scales, and else the model's."""
+    assert fill.layout is not None
+    source = read_entry(entry)
+    own = _made(fill, piece, suffix, entry.dtype).cpu()
+    shape = fill.shape_of(piece)
+    before, now = (in_memory_part(fill.layout, suffix, t, shape) for t in (source, own))
+    if torch.equal(before, now):
+        return source
+    if own.dtype != source.dtype:
+        raise UnsupportedConfig(
+            f"{piece.name}{suffix} is {entry.dtype} in {entry.path.parent}, which cannot hold the trained scales. Save "
+            "with layout= instead of like=."
+        )
+    return own.reshape(entry.shape)
+
+
+def _like_dequantized(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
+    """Yield the codes of the file for a weight that the model has as values, if these are still those of the codes."""
+    slot, layout = fill.slot, fill.layout
+    assert layout is not None
+
+    def make(entry: Entry) -> Tensor:
+        tensor = slot.tensor.detach()
+        own = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
+        if not torch.equal(values_of_piece(fill, piece, entries, own.dtype, own.device), own):
+            raise UnsupportedConfig(
+                f"{slot.name} was dequantized from {layout.name} and trained as values, so no codes are its own. Give "
+                f"its layer a recipe before you train, or save with layout=, which saves it as values."
+            )
+        return read_entry(entry)
+
+    for each in expected(layout, fill.shape_of(piece)):
+        entry = entries[piece.name + each.suffix]
+        yield piece.name + each.suffix, Planned(entry.dtype, entry.shape, partial(make, entry))
