@@ -18,6 +18,7 @@ from octavo.values import parse
 
 StagePlan = tuple[str, tuple[Any, ...]]  # the stage's key, and (shape, dtype, device) of each output
 
+MOST_PLANS = 4096  # a keyword that is a number makes a plan for each of its values
 _stage_plans: dict[tuple[Any, ...], StagePlan | tuple[()]] = {}
 
 
@@ -60,22 +61,25 @@ def wants_gradient(t: Any) -> bool:
 
 @while_tracing
 def stage_plan(
-    name: str, settings: str, wanted: Sequence[bool], sketches: Sequence[Any], last: bool = False
+    name: str, settings: str, constants: str, wanted: Sequence[bool], sketches: Sequence[Any], last: bool = False
 ) -> StagePlan | tuple[()]:
-    """Return the plan of the stage for inputs like these; an empty tuple if the functions cannot run on tensors of
-    these sizes and this is not the last try."""
-    at = (name, settings, tuple(wanted), tuple(sketches))
+    """Return the plan of the stage for inputs like these, and keywords that are not tensors, as text; an empty tuple if
+    the functions cannot run on tensors of these sizes and this is not the last try."""
+    at = (name, settings, constants, tuple(wanted), tuple(sketches))
     if not _stage_plans.get(at):  # an empty plan is tried again, so that the last try raises
+        if len(_stage_plans) >= MOST_PLANS:
+            del _stage_plans[next(iter(_stage_plans))]
         _stage_plans[at] = _planned(*at, last)
     return _stage_plans[at]
 
 
 def _planned(
-    name: str, settings: str, wanted: tuple[bool, ...], sketches: Sequence[Any], last: bool
+    name: str, settings: str, constants: str, wanted: tuple[bool, ...], sketches: Sequence[Any], last: bool
 ) -> StagePlan | tuple[()]:
     layer = LAYERS[name]
     protos = [t and TensorProto(*t[:3]) for t in sketches]
-    config = layer.Config(settings=None if settings == "" else parse(settings), wanted=wanted)
+    settings_of_call = None if settings == "" else parse(settings)
+    config = layer.Config(settings=settings_of_call, wanted=wanted, constants=parse(constants))
     try:
         found = layer.probe(config, protos)
     except Miscounted:

@@ -1,9 +1,10 @@
 """The values that users' functions return: their number and memory, checked; those for backward, packed as tensors;
 and gradients, which must be like their inputs.
 
-A value that passes from forward to backward is a Tensor, QTensor, GroupedTensor or None. A config holds its kind:
+A value that passes from forward to backward is a Tensor, QTensor, GroupedTensor, None, or a number or word that is the
+same in every call of one plan. A config holds its kind:
 
-    "none", "empty", "tensor", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
+    "none", "empty", "tensor", "codes:dtype:quantizer", "groups:side:dtype:quantizer", "value:number"
 
 A QTensor or GroupedTensor is packed as its tensors and an empty one that has its shape.
 """
@@ -16,22 +17,24 @@ from torch import Tensor
 
 from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedConfig
+from octavo.formats import Format
 from octavo.quant.grouped import GroupedTensor, restore
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPES
 from octavo.runtime.dry_run import Miscounted
 from octavo.runtime.named_gradients import in_order
-from octavo.values import parse
+from octavo.values import Value, parse, written
 
+CONSTANTS = (bool, int, float, str, tuple, Format, Value)  # classes of what a config can hold as it is
 MADE_UP = 128  # stands, when a run is planned, for a dim that the plan does not depend on
 
 # -- values for backward -----------------------------------------------------------------------------------------------
 
 
-def slots_of(kind: str) -> int:
+def tensor_count(kind: str) -> int:
     """The number of tensors that a value of this kind is packed as."""
-    return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
+    return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9, "value": 0}[kind.split(":")[0]]
 
 
 def kind_of(value: Any, where: str) -> str:
@@ -44,14 +47,24 @@ def kind_of(value: Any, where: str) -> str:
         return f"codes:{dtype_name(value.dtype)}:{value.spec.key}"
     if isinstance(value, GroupedTensor):
         return f"groups:{value.orientation}:{dtype_name(value.q.dtype)}:{value.q.spec.key}"
+    if isinstance(value, CONSTANTS) and not holds_tensors(value):
+        return f"value:{written(value, where)}"
     raise TypeError(
         f"{where} returned {described(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
-        "None; any other choice is a field of op_config, known when the run is planned."
+        "None; or a bool, int, finite float, str, or a tuple of these, the same in every call, such as the .value of "
+        "an Enum."
     )
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether a tuple has a tensor in it, as where its author forgot a star."""
+    if isinstance(value, tuple):
+        return any([holds_tensors(item) for item in value])
+    return isinstance(value, Tensor | QTensor | GroupedTensor)
+
+
 def packed(value: Any) -> list[Tensor | None]:
-    if value is None:
+    if value is None or isinstance(value, CONSTANTS):
         return []
     if isinstance(value, QTensor):
         return [value.codes, value.scale, value.global_scale, value.codes.new_empty(0, *value.shape)]
@@ -62,25 +75,27 @@ def packed(value: Any) -> list[Tensor | None]:
     return [value]
 
 
-def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
+def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
     name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
     if name in ("none", "empty"):
         return None
+    if name == "value":
+        return parse(kind.partition(":")[2])
     if name == "tensor":
-        return slots[0]
+        return tensors[0]
     spec, dtype = parse(rest[-1]), DTYPES[rest[-2]]
-    parts = [t for t in slots[:3] if t is not None]
+    parts = [t for t in tensors[:3] if t is not None]
     if name == "codes":
-        return spec.assemble(parts, tuple(slots[3].shape[1:]), dtype)
-    rows, *shape = slots[8].shape[1:]
+        return spec.assemble(parts, tuple(tensors[3].shape[1:]), dtype)
+    rows, *shape = tensors[8].shape[1:]
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
     settings = (spec, tuple(shape), dtype, rows, rest[0], None)
-    return restore([codes, *parts[1:], *slots[3:8]], settings)
+    return restore([codes, *parts[1:], *tensors[3:8]], settings)
 
 
-def unpacked_all(kinds: Sequence[str], slots: Iterator[Any]) -> tuple[Any, ...]:
+def unpacked_all(kinds: Sequence[str], tensors: Iterator[Any]) -> tuple[Any, ...]:
     """Values of these kinds, from the tensors that come next."""
-    return tuple([_unpacked(kind, [next(slots) for _ in range(slots_of(kind))]) for kind in kinds])
+    return tuple([_unpacked(kind, [next(tensors) for _ in range(tensor_count(kind))]) for kind in kinds])
 
 
 def described(value: Any) -> str:

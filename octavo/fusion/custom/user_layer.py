@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from octavo.fusion.custom import returned_values as returned
-from octavo.fusion.custom.returned_values import described, kind_of, of_operation, packed, slots_of, without_aliases
+from octavo.fusion.custom.returned_values import described, kind_of, of_operation, packed, tensor_count, without_aliases
 from octavo.runtime import chain
 from octavo.runtime.contract import ForwardResult, Layer, Tensors
 from octavo.runtime.dry_run import Miscounted, abstract, stand_in, tried, without_data
@@ -52,11 +52,13 @@ class UserConfig(Value):
     is_listed: ClassVar[bool] = False
     # found by planning
     intermediates: tuple[str, ...] = ()  # the kind of each intermediate (`octavo.fusion.custom.returned_values`)
-    saved: tuple[tuple[str, ...], ...] = ()  # for each operation: "none", "empty", "input:0", "output:0", …
+    # for each operation: "none", "empty", "input:0", "output:0", "intermediates:0", "value:3", …
+    saved: tuple[tuple[str, ...], ...] = ()
     # of an operation
     settings: Value | None = None
     wanted: tuple[bool, ...] = ()  # which inputs want a gradient
     likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # what each gradient is checked against
+    constants: tuple[tuple[str, Any], ...] = ()  # keywords of a call that are not tensors: their names and values
     # of a fused operation
     side: str = "both"  # or "forward", "backward"
     stages: tuple[Value, ...] = ()
@@ -93,23 +95,26 @@ class UserConfig(Value):
         return tuple(found)
 
     @cached_property
-    def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """For each saved value, the group that it comes from, such as the inputs, and its place there."""
+    def sources(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
+        """For each saved value, the group that it comes from, such as the inputs, and its place there; or "value" and
+        the value's text."""
         split = [[source.partition(":") for source in part] for part in self.saved]
-        return tuple(tuple((name, int(at or 0)) for name, _, at in part) for part in split)
+        return tuple(tuple((name, at if name == "value" else int(at or 0)) for name, _, at in part) for part in split)
 
     @cached_property
     def saved_kinds(self) -> tuple[tuple[str, ...], ...]:
-        def kind(name: str, at: int) -> str:
+        def kind(name: str, at: Any) -> str:
+            if name == "value":
+                return f"value:{at}"
             if name == "intermediates":
-                return self.intermediates[at]
+                return str(self.intermediates[at])
             return name if name in ("none", "empty") else "tensor"
 
         return tuple(tuple(kind(*source) for source in part) for part in self.sources)
 
     @cached_property
     def intermediates_spans(self) -> tuple[slice, ...]:
-        ends = [0, *accumulate(slots_of(kind) for kind in self.intermediates)]
+        ends = [0, *accumulate(tensor_count(kind) for kind in self.intermediates)]
         return tuple(slice(a, b) for a, b in pairwise(ends))
 
 
@@ -121,6 +126,11 @@ def is_users(stage: Any) -> bool:
 def settings_of(stage: Any) -> Any:
     """Return what conditions and functions see of an operation's config: a user's settings are those of op_config."""
     return stage.settings if is_users(stage) else stage
+
+
+def with_constants(stage: Any, inputs: Any) -> Any:
+    """Return an operation's inputs as its functions see them: with the keywords that are not tensors."""
+    return inputs._replace(**dict(stage.constants)) if is_users(stage) and stage.constants else inputs
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +171,8 @@ class UserLayer(Layer):
         if kinds != config.intermediates:
             raise Miscounted(
                 f"{where} handed over {list(kinds)}, and {list(config.intermediates)} when the run was planned. Which "
-                "there are follows from op_config alone."
+                "there are, and what numbers among them are, follows from op_config and keywords alone: return what "
+                "follows from data or sizes as a tensor."
             )
         given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
         away = extra
@@ -188,12 +199,12 @@ class UserLayer(Layer):
         if not isinstance(made[0], Tensor):
             raise Miscounted(f"{where} returns a tensor first, got {described(made[0])}.")
         extra = returned.entries(where, "extra outputs", made[1], count)
-        shown: list[Any] = []
+        sides: list[Any] = []
         for i, (want, values) in enumerate(zip(config.unfused.side_counts, extra, strict=True)):
             if len(values) != want:
                 what = plural(want, "extra output") + of_operation(i, count)
                 raise Miscounted(f"{where} returns {what}, got {len(values)}.")
-            for value in [values[k] for k in config.unfused.shown[i]]:
+            for value in [values[k] for k in config.unfused.chain_outputs[i]]:
                 if value is None:
                     raise Miscounted(
                         f"{where} leaves out an extra output{of_operation(i, count)} that is public, or taken by an "
@@ -202,19 +213,19 @@ class UserLayer(Layer):
                 if not isinstance(value, Tensor):
                     what = described(value) + of_operation(i, count)
                     raise Miscounted(f"{where} returns tensors as extra outputs, got {what}.")
-                shown.append(value)
-        return made[0], shown, returned.entries(where, "intermediates", made[2], count)
+                sides.append(value)
+        return made[0], sides, returned.entries(where, "intermediates", made[2], count)
 
     def split(self, config: Any, inputs: Any) -> Sequence[Any]:
         """The inputs of each operation."""
-        return (inputs,)
+        return (with_constants(config, inputs),)
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> tuple[Any, ...]:
         found: list[Any] = []
         for name, at in chained.from_iterable(config.sources):
             if name == "intermediates":
                 found += made.intermediates[config.intermediates_spans[at]]
-            elif name != "none":
+            elif name not in ("none", "value"):
                 found.append(None if name == "empty" else (inputs if name == "input" else made.outputs)[at])
         return tuple(found)
 
@@ -259,10 +270,10 @@ class UserLayer(Layer):
     # -- counts --------------------------------------------------------------------------------------------------------
 
     def intermediates_size(self, config: Any) -> int:
-        return sum(slots_of(kind) for kind in config.intermediates)
+        return sum(tensor_count(kind) for kind in config.intermediates)
 
     def saved_size(self, config: Any) -> int:
-        return sum(slots_of(kind) for part in config.saved_kinds for kind in part)
+        return sum(tensor_count(kind) for part in config.saved_kinds for kind in part)
 
     def decided_by_layout(self, config: Any, side: str) -> bool:
         return False
@@ -291,7 +302,9 @@ class UserLayer(Layer):
         """Return where `select` found a value. Octavo's own layers keep a place for a value that is missing."""
         if value is None:
             return if_missing
-        kind_of(value, self.where.select)
+        kind = kind_of(value, self.where.select)
+        if kind.startswith("value:"):
+            return kind
         for name, there in places.items():
             for i, place in enumerate(there):
                 if place is value:
@@ -354,17 +367,20 @@ class UserFusion(UserLayer):
         self.Buffers = chain.Fields
 
     def outputs(self, config: UserConfig) -> int:
-        return 1 + sum(config.unfused.shown_counts)
+        return 1 + sum(config.unfused.chain_output_counts)
 
     def split(self, config: UserConfig, inputs: Sequence[Any]) -> Sequence[Any]:
         own = chain.stage_inputs(config.unfused, inputs)
         own[0] = own[0]._replace(x=inputs[0])
-        return tuple(own)
+        return tuple([with_constants(stage, part) for stage, part in zip(config.unfused.stages, own, strict=True)])
 
     def widened(self, config: UserConfig, grads: Tensors) -> Tensors:
         rest = iter(grads[1:])
         made = enumerate(config.unfused.side_counts)
-        return (grads[0], *[next(rest) if k in config.unfused.shown[i] else None for i, n in made for k in range(n)])
+        return (
+            grads[0],
+            *[next(rest) if k in config.unfused.chain_outputs[i] else None for i, n in made for k in range(n)],
+        )
 
     def unpacked(self, config: UserConfig, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
         if config.side != "backward":
