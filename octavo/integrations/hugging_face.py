@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from octavo.checkpoints.checkpoint import unwrapped
 from octavo.errors import InvalidCheckpoint
 from octavo.integrations import recipe_file
 from octavo.model.attach import Attachment, attach
+from octavo.text import SHOWN, some
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -59,6 +61,7 @@ class OctavoCallback(*BASES):  # type: ignore[misc]
         self._detach()
         self.model = model
         if state.global_step > 0:
+            self._check_weights(args, state, model)
             self._load(args, state, model)
         if self.attach:
             self.attachment = attach(model, optimizer)
@@ -77,12 +80,29 @@ class OctavoCallback(*BASES):  # type: ignore[misc]
             self.attachment.remove()
             self.attachment = None
 
+    def _folders(self, args: Any, state: Any) -> list[Path]:
+        """Return where the checkpoint may be that the Trainer resumes."""
+        given = [Path(each) for each in (self.resume_from, args.resume_from_checkpoint) if isinstance(each, str)]
+        return [*given, _checkpoint(args, state)]
+
+    def _check_weights(self, args: Any, state: Any, model: nn.Module) -> None:
+        """Raise if the Trainer has left parameters at other values than the checkpoint has: it loads by name, and
+        transformers saves the experts of some models one by one."""
+        from octavo.integrations import weights_file  # here: safetensors comes with transformers, not with Octavo
+
+        for folder in self._folders(args, state):
+            if left := weights_file.left_out(folder, unwrapped(model)):
+                raise InvalidCheckpoint(
+                    f"The Trainer resumed {folder} and left {some(left, SHOWN)} as they were: the checkpoint has them "
+                    "under other names, such as experts one by one, and the Trainer loads by name (transformers issue "
+                    f"48805). Build the model by from_pretrained({str(folder)!r}) before octavo.convert, then resume."
+                )
+
     def _load(self, args: Any, state: Any, model: nn.Module) -> None:
         if not recipe_file.state_of(model):
             return  # recipes without state
         saved = _saved(state, type(self).__name__)
-        folders = [Path(each) for each in (self.resume_from, args.resume_from_checkpoint) if isinstance(each, str)]
-        paths = [folder / _name(args) for folder in [*folders, _checkpoint(args, state)]]
+        paths = [folder / _name(args) for folder in self._folders(args, state)]
         for path in paths:
             # only the first process writes trainer_state.json, with its own fingerprint
             if path.is_file() and (args.process_index > 0 or recipe_file.fingerprint_in(path) == saved):

@@ -6,7 +6,7 @@
     conversion      the report that convert returns
     third_party/    layers of other packages
     attach, step    the end of a training step, by a hook of the optimizer or by hand
-    step_warnings   dropped tokens and missed gradients, told at the end of a step
+    step_warnings   warnings of dropped tokens and missed gradients at the end of a step
     refresh         cached weights and weights that are codes, for a whole model
     state_dicts     the state besides the weights: windows of amaxes, counters
     layer_lookup    Octavo's layers in a model, by their paths

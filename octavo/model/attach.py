@@ -8,17 +8,19 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from octavo._torch.cuda import is_capturing
 from octavo._torch.modules import runs_hooks
 from octavo.communication.groups import Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.refresh import refresh_layers
 from octavo.model.step import step_layers
-from octavo.model.step_warnings import warn_of_step
+from octavo.model.step_warnings import warn_of_step, warn_of_uncalled
 from octavo.ops.quantized import Quantized
 from octavo.scaling.delayed_scaling import ATTACHMENTS
 from octavo.weights import optimizer_hooks
@@ -48,6 +50,7 @@ class Attachment:
         self.group = None if group is None else name_of(group)
         self.optimizer = weakref.ref(optimizer)  # weak: its hook keeps this object alive
         self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of the last step
+        self._first = True  # whether no step was made
         self._handle = optimizer.register_step_post_hook(self._after_step)
         ATTACHMENTS.add(self)
 
@@ -75,8 +78,11 @@ class Attachment:
         served = [
             (path, layer) for (path, layer), claim in zip(ours, claims, strict=True) if not claim or self in claim
         ]
+        if self._first and not is_capturing() and not torch.compiler.is_compiling():
+            self._first = False
+            warn_of_uncalled(served)  # before a policy gives a layer another recipe, and with it a new state
         step_layers([layer for _, layer in served], self.group)
-        warn_of_step(self.model, served)
+        warn_of_step(self.model, served, self.group)
         refresh_layers([layer for _, layer in served])
         for (_path, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
@@ -89,19 +95,24 @@ class _Index:
 
     def __init__(self) -> None:
         self.known: list[weakref.ref[Attachment]] = []
-        self.held: list[set[int]] = []  # by each of these
-        self.found: dict[int, list[weakref.ref[Attachment]]] = {}
+        self.parameter_ids: list[set[int]] = []  # by each of these
+        self.by_parameter: dict[int, list[weakref.ref[Attachment]]] = {}
 
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
         """Return the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
-        known, held = [weakref.ref(one) for one, _ in pairs], [_held(optimizer) for _, optimizer in pairs]
-        if known != self.known or held != self.held:  # a reference to one that is gone equals no other
-            self.known, self.held, self.found = known, held, {}
-            for one, parameters in zip(known, held, strict=True):
+        known, parameter_ids = (
+            [weakref.ref(one) for one, _ in pairs],
+            [_parameter_ids(optimizer) for _, optimizer in pairs],
+        )
+        if (
+            known != self.known or parameter_ids != self.parameter_ids
+        ):  # a reference to one that is gone equals no other
+            self.known, self.parameter_ids, self.by_parameter = known, parameter_ids, {}
+            for one, parameters in zip(known, parameter_ids, strict=True):
                 for parameter in parameters:
-                    self.found.setdefault(parameter, []).append(one)
-        return self.found
+                    self.by_parameter.setdefault(parameter, []).append(one)
+        return self.by_parameter
 
 
 _index = _Index()
@@ -151,8 +162,8 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
             "first, or leave attach out."
         )
     hooked = _hooked(optimizer)
-    parameters, held = list(model.parameters()), _held(hooked)
-    if not any(id(p) in held for p in parameters):
+    parameters, parameter_ids = list(model.parameters()), _parameter_ids(hooked)
+    if not any(id(p) in parameter_ids for p in parameters):
         raise UnsupportedConfig(
             f"attach takes an optimizer of the model, and this {type(hooked).__name__} holds none of the model's "
             f"{len(parameters)} parameters. Build it from model.parameters(), after whatever replaces them "
@@ -168,7 +179,7 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
     return Attachment(model, hooked, group)
 
 
-def _held(optimizer: Optimizer) -> set[int]:
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 

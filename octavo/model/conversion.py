@@ -1,8 +1,8 @@
 """The report of `octavo.convert`: a row for every module that holds a matrix, those that are no layers included, and a
 summary."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from octavo._torch.modules import Convolution
 from octavo.model.policy import PolicyRule
 from octavo.model.selection import CONVERT, qualified
-from octavo.ops.quantized import Quantized
+from octavo.ops.quantized import UNQUANTIZED, Quantized
+from octavo.recipes import recipe as resolve
 from octavo.text import columns, path_names, path_pattern, plural, printable
+
+_TABLE = "embedding"  # the reason of tables, which are looked up and not multiplied
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Share:
     Args:
         layers: the number of layers.
         weights: the number of elements of their matrices.
-        share: the part of all matrix elements of the model, from 0 to 1.
+        share: the part of all matrix elements that the model multiplies by, from 0 to 1; 0 for tables, which are looked
+            up.
     """
 
     layers: int
@@ -87,7 +91,7 @@ class ConversionReport:
         0       1      torch.nn.Embedding  -            skipped
         1       1      torch.nn.Linear     fp8-current  reference
         0: a table that is looked up, not multiplied.
-        Converted 1 layer (66.7% of the weights); embedding: 1 layer (33.3% of the weights).
+        Converted 1 layer (100.0% of the weights); embedding: 1 layer.
     """
 
     rows: tuple[Row, ...]
@@ -101,50 +105,84 @@ class ConversionReport:
         return len(self.rows)
 
     def shares(self) -> dict[str, Share]:
-        """Count layers and weights by reason. A shared layer and a tied weight count once.
+        """Count layers and weights by reason. A shared layer and a tied weight count once: a table that is also an
+        output head counts as the head.
 
         Returns:
             The share of each reason, "converted" first.
         """
-        order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
+        return self._shares(self.rows)
+
+    def unquantized(self) -> Share:
+        """Count the converted layers whose recipe quantizes nothing, such as bf16.
+
+        Returns:
+            Their share, a part of "converted" in `shares`.
+        """
+        rows = [row for row in self.rows if row.reason == CONVERT and not _quantizes(row.recipe)]
+        found = self._shares(rows).get(CONVERT, Share(0, 0, 0.0))
+        return replace(found, share=found.weights / (sum(share.weights for share in self._multiplied()) or 1))
+
+    def _multiplied(self) -> list[Share]:
+        return [share for reason, share in self.shares().items() if reason != _TABLE]
+
+    def _shares(self, rows: Sequence[Row]) -> dict[str, Share]:
+        found = dict.fromkeys(row.reason for row in rows)
+        order = sorted(found, key=lambda reason: (reason != CONVERT, reason == _TABLE))
         counted: set[int] = set()
         counts: dict[str, tuple[int, int]] = {}
         for reason in order:
-            layers = {row.module: row for row in self.rows if row.reason == reason}
+            layers = {row.module: row for row in rows if row.reason == reason}
             weights = 0
             for row in layers.values():
                 if not row.identities or not counted.issuperset(row.identities):
                     weights += row.weights
                 counted.update(row.identities)
             counts[reason] = (len(layers), weights)
-        total = sum(weights for _, weights in counts.values()) or 1
-        return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
+        total = sum(weights for reason, (_, weights) in counts.items() if reason != _TABLE) or 1
+        return {
+            reason: Share(layers, weights, 0.0 if reason == _TABLE else weights / total)
+            for reason, (layers, weights) in counts.items()
+        }
 
     def summary(self) -> str:
         """Sum the report up in one line.
 
         Returns:
-            The share that was converted, and the shares that were left alone, by reason.
+            The share that was converted, with the part of it that is not quantized, and the shares that were left
+            alone, by reason. Tables that are looked up, such as embeddings, and norms are no part of 100 %.
         """
-        shares = self.shares()
+        shares, unquantized = self.shares(), self.unquantized()
         done = shares.pop(CONVERT, Share(0, 0, 0.0))
         text = f"Converted {done}"
-        return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
+        if 0 < unquantized.layers < done.layers:
+            text += f", of which unquantized: {unquantized}"
+        tables = shares.pop(_TABLE, None)
+        text += "".join(f"; {reason}: {share}" for reason, share in shares.items())
+        return f"{text}." if tables is None else f"{text}; {_TABLE}: {plural(tables.layers, 'layer')}."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON.
 
         Returns:
-            A dict with `shares`, `notes`, `unused` and `rows`.
+            A dict with `shares`, `unquantized`, `notes`, `unused` and `rows`.
         """
         shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
-        unused = [rule.as_dict() for rule in self.unused]
-        return {"shares": shares, "notes": list(self.notes), "unused": unused, "rows": [r.as_dict() for r in self.rows]}
+        unused, unquantized = [rule.as_dict() for rule in self.unused], dict(vars(self.unquantized()))
+        return {
+            "shares": shares,
+            "unquantized": unquantized,
+            "notes": list(self.notes),
+            "unused": unused,
+            "rows": [r.as_dict() for r in self.rows],
+        }
 
     def __str__(self) -> str:
-        """Return the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
+        """Return the table, one line for paths that differ only in their numbers, then the reasons and the summary.
+        The numbers are named where others have another recipe or reason."""
         rules = any(row.rule is not None for row in self.rows)
         equal: dict[tuple[str, ...], list[str]] = {}
+        everywhere = [row.path for row in self.rows]
         for row in self.rows:
             cell_texts = [row.kind, row.recipe or "-", row.route]
             if rules:
@@ -153,11 +191,15 @@ class ConversionReport:
         reasons: dict[str, list[str]] = {}
         cells: list[Sequence[str]] = [("layers", "count", "class", "recipe", "route", *(["rule"] if rules else []))]
         for (_, why, *texts), paths in equal.items():
-            cells.append((path_names(paths), str(len(paths)), *texts))
+            cells.append((path_names(paths, everywhere), str(len(paths)), *texts))
             if why:
                 reasons.setdefault(why, []).extend(paths)
-        notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]
+        notes = [f"{path_names(paths, everywhere)}: {why}." for why, paths in reasons.items()]
         return printable("\n".join([*columns(cells), *notes, *self.notes, self.summary()]))
+
+
+def _quantizes(name: str) -> bool:
+    return resolve(name).linear() != UNQUANTIZED.linear()
 
 
 # -- modules that are no layers ----------------------------------------------------------------------------------------
@@ -168,20 +210,17 @@ _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
     ((Convolution,), "convolution", "a convolution, and recipes are for matrix products"),
     ((nn.Bilinear,), "bilinear", "a product of two inputs, and recipes are for products of one with a weight"),
     ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
-    (
-        (nn.MultiheadAttention,),
-        "attention",
-        "it multiplies in_proj_weight and out_proj.weight itself, without calling a layer. Use nn.Linear layers around "
-        "F.scaled_dot_product_attention",
-    ),
 )
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # their weights may have several dims but are not matrices
 
 
-def other_rows(model: nn.Module) -> Iterator[Row]:
-    """Yield rows of modules that hold matrices but are no linear layers."""
+def other_rows(model: nn.Module, counted: Container[int]) -> Iterator[Row]:
+    """Yield rows of modules that hold matrices but are no linear layers. `counted` are the ids of the weights of
+    experts, some of which hold them in a module inside."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) or not (found := _matrices(module)):
+            continue
+        if all(id(p) in counted for p in found.values()):
             continue
         above = path.rpartition(".parametrizations.")[0]
         if isinstance(module, ParametrizationList) and isinstance(model.get_submodule(above), (nn.Linear, Quantized)):
@@ -213,8 +252,6 @@ def _why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
         return "embedding", f"{listed} is a table that is added or looked up, not multiplied"
     if any(p.dim() == 3 and p.shape[0] > 1 for p in found.values()):
         return "stacked matrices", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked experts"
-    if type(module).__name__ == "Conv1D":
-        return "Conv1D", f"its {listed} is [in, out], the transpose of nn.Linear's. Replace it by an nn.Linear"
     return "other matrices", f"it uses {listed} in a forward of its own. Put an nn.Linear there to convert it"
 
 

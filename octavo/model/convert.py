@@ -27,6 +27,7 @@ from octavo.model.selection import (
     CONVERT,
     HIGH_PRECISION,
     KEEP,
+    NEVER,
     Plan,
     PolicyFunction,
     name_of,
@@ -42,6 +43,7 @@ from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.text import path_names, plural
 
+LITTLE = 0.1  # of the weights: a share below it gains nothing
 SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 # attributes that must be 0 so that the module calls its layers
 _SHORTCUTS = {
@@ -50,6 +52,7 @@ _SHORTCUTS = {
 # attributes of an octavo.Linear's instance that its teardown leaves
 _OF_LINEAR = (
     "return_bias", "keep_weight_codes", "parallel", "column_blocks", "keeps_dtensors", "_ranks_checked", "_number",
+    "_codes_chosen", "amax_group", "_sharded",
 )  # fmt: skip
 
 
@@ -60,6 +63,7 @@ def convert(
     *,
     exclude: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
     high_precision: str | Iterable[str] = HIGH_PRECISION,
+    replace_forward: type[nn.Linear] | Iterable[type[nn.Linear]] = (),
     overwrite: bool = False,
     strict: bool = True,
     step: int = 0,
@@ -71,7 +75,9 @@ def convert(
 
     It also gives the recipe to every Octavo layer without one, and to the experts of transformers' and torchtitan's
     mixtures. Parameters, hooks, references and optimizer states stay.
-    A subclass of `nn.Linear` that inherits its forward is converted and stays an instance of its class.
+    A subclass of `nn.Linear` is converted and stays an instance of its class if it inherits its forward, or if its
+    forward is `F.linear` in another form, such as one that casts the weight. convert tries the latter on small random
+    tensors.
 
     Args:
         model: the model, which is changed in place.
@@ -83,8 +89,11 @@ def convert(
             and True leave the decision to convert.
         exclude: layers to leave alone, with all modules inside them: a path, a glob of paths or a class of modules, or
             several of these.
-        high_precision: kinds of layers to leave alone: "head" (the layer that predicts tokens), "adapters" (factors of
-            low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
+        high_precision: kinds of layers to leave alone: "head" (the layer that predicts tokens or classes), "adapters"
+            (factors of low-rank adapters), "routers" (layers that choose experts), "conditioning" (layers of time
+            embeddings and of adaptive norms); by default these four. "small" leaves layers with fewer than 512 inputs
+            or outputs too. An empty tuple converts all.
+        replace_forward: subclasses of `nn.Linear` whose own forward octavo.Linear's is to replace, whatever it does.
         overwrite: also change Octavo layers that have a recipe of their own.
         strict: raise for a linear layer that cannot be converted, and later for a setting of a converted layer that
             torch.compile cannot hold. With False the report lists the former as skipped, and the latter runs outside of
@@ -115,8 +124,9 @@ def convert(
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
         check_choice(value, (True, False), what=name)
     chosen = select(
-        model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite, step=step
-    )
+        model, recipe, policy, exclude=exclude, high_precision=high_precision, replace_forward=replace_forward,
+        overwrite=overwrite, step=step,
+    )  # fmt: skip
     plans = chosen.plan(model, settings)
     if strict:
         _raise_refused(plans)
@@ -124,6 +134,8 @@ def convert(
     unused = chosen.unused_rules(plans)
     report = _report(model, plans, rows, unused)
     _warn_of_nothing(model, report, str(chosen.default))
+    _warn_of_experts(plans)
+    _warn_of_little(report)
     if unused:
         warn(f"octavo.convert: {' '.join(why for _, why in unused)}", stacklevel=2)
     return report
@@ -134,8 +146,8 @@ def revert(model: nn.Module) -> None:
 
     A layer that was a subclass of `nn.Linear` becomes that subclass again. Experts of transformers' and
     torchtitan's mixtures run as before the conversion. Other Octavo layers, and those in a
-    `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights held as
-    codes become their dequantized values.
+    `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights stored
+    as codes become their dequantized values.
 
     Args:
         model: the model, which is changed in place.
@@ -157,9 +169,10 @@ def revert(model: nn.Module) -> None:
     # layers of subclasses of Sequential that require fusions, such as LayerNormMLP, keep their class
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
-    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
     experts = [(path, module) for path, module in model.named_modules() if is_third_party(module)]
     inside = [(path, layer) for path, module in experts for layer in third_party_experts.layers_of(module)]
+    bound |= {id(layer) for _, layer in inside}
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
     _check_revertible([*linears, *experts], [*linears, *inside])
     changed = {id(module) for _, module in [*linears, *inside]}
     for _, module in experts:
@@ -211,8 +224,8 @@ def _raise_refused(plans: list[Plan]) -> None:
 def _applied(plan: Plan, strict: bool, settings: dict[str, bool], step: int) -> Row:
     """Convert a layer as planned, and return its row."""
     module: Any = plan.module
-    choice, names = plan.choice, _weight_names(module)
-    weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
+    choice = plan.choice
+    weights = [p for p in _weights(module) if p is not None and not is_lazy(p)]
     # a parametrized weight is counted by the layer's sizes
     number = sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
     converts = choice.recipe is not None and choice.reason == CONVERT and not plan.refused
@@ -222,6 +235,8 @@ def _applied(plan: Plan, strict: bool, settings: dict[str, bool], step: int) -> 
         if converts or (choice.reason == KEEP and not choice.why):
             for name, value in settings.items():
                 setattr(layer, name, value)
+            if "keep_weight_codes" in settings:
+                layer._codes_chosen = True
         if converts:
             layer._follow_schedule(choice.later, step, choice.since)
     recipe, name, how, why = recipe_of(module), "", "skipped", ""  # a layer left alone may have its own
@@ -232,12 +247,12 @@ def _applied(plan: Plan, strict: bool, settings: dict[str, bool], step: int) -> 
     return Row(plan.path, plan.kind, name, how, why, choice.reason, number, id(module), identities, choice.rule)
 
 
-def _weight_names(module: Any) -> Sequence[str]:
-    if isinstance(module, nn.Linear):
-        return ["weight"]
-    if isinstance(module, Quantized):
-        return module._names_of_weights()
-    return third_party_experts.weight_names(module)
+def _weights(module: Any) -> Sequence[nn.Parameter | None]:
+    """Return the parameters that a layer multiplies by; None in the place of a parametrized one."""
+    if not isinstance(module, nn.Linear | Quantized):
+        return third_party_experts.weights_of(module)
+    names = ["weight"] if isinstance(module, nn.Linear) else module._names_of_weights()
+    return [module._parameters.get(name) for name in names]
 
 
 def _change(module: Any, path: str, recipe: Any, strict: bool) -> None:
@@ -269,7 +284,9 @@ def _report(
     model: nn.Module, plans: list[Plan], rows: dict[str, Row], unused: list[tuple[PolicyRule, str]]
 ) -> ConversionReport:
     """Return the report of the layers' rows, those of other modules, and notes on further changes and unused rules."""
-    rows |= {row.path: row for row in other_rows(model) if row.path not in rows}
+    stands = [plan.module for plan in plans if is_experts(plan.module)]
+    counted = {id(p) for module in stands for p in third_party_experts.weights_of(module)}
+    rows |= {row.path: row for row in other_rows(model, counted) if row.path not in rows}
     order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
     notes = (*_take_shortcuts_away(model), *_changes(plans), *(why for _, why in unused))
     return ConversionReport(tuple(rows[path] for path in order), notes, tuple(rule for rule, _ in unused))
@@ -303,6 +320,34 @@ def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) ->
     else:
         text = f"found nothing to convert in this {type(model).__name__}"
     warn(f"octavo.convert {text}. {report.summary()}", stacklevel=3)
+
+
+def _warn_of_little(report: ConversionReport) -> None:
+    """Warn of a conversion that gains nothing, since other kinds of modules do the work."""
+    shares = report.shares()
+    done, others = shares.get(CONVERT), {kind: shares[kind] for kind in ("convolution", "recurrent") if kind in shares}
+    if done is None or not others or done.share >= LITTLE or sum(share.share for share in others.values()) < 0.5:
+        return
+    listed = ", ".join(f"{kind}: {share}" for kind, share in others.items())
+    warn(
+        f"octavo.convert took {done.share:.1%} of the weights, and other kinds of modules do the work ({listed}). "
+        "Recipes are for matrix products: this conversion gains nothing.",
+        stacklevel=3,
+    )
+
+
+def _warn_of_experts(plans: list[Plan]) -> None:
+    """Warn of experts that were left although they were to be converted: they hold most of a model's weights."""
+    left: dict[str, list[str]] = {}
+    for plan in plans:
+        if plan.choice.reason == NEVER and not plan.refused and is_experts(plan.module):
+            left.setdefault(plan.choice.why, []).append(plan.path or "the model")
+    for why, paths in left.items():
+        warn(
+            f"octavo.convert left {path_names(paths)} as it was: {why}. The rest of the model is converted; "
+            "exclude= ends this warning.",
+            stacklevel=3,
+        )
 
 
 def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:

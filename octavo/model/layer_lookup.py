@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype
 from octavo.ops.quantized import Quantized
-from octavo.values import shown
+from octavo.values import excerpt
 
 
 def check_model(
@@ -29,7 +29,7 @@ def check_model(
 
 def _kind(found: object) -> str:
     if found is None or isinstance(found, str):
-        return "None" if found is None else f"the string {shown(repr(found))}"
+        return "None" if found is None else f"the string {excerpt(repr(found))}"
     return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch import nn
 
 from octavo.errors import UnknownSetting, UnsupportedConfig, did_you_mean, nearest
-from octavo.model.third_party.third_party_experts import is_experts, layers_of
+from octavo.model.third_party.third_party_experts import inside_of, is_experts
 from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.recipe import GEMMS
-from octavo.values import shown
+from octavo.values import excerpt
 
 OVERRIDES = (*GEMMS, "backward")  # settings that every recipe but bf16 has
 KEYS = ("layers", "blocks", "recipe", *OVERRIDES, "from_step")
@@ -163,7 +163,7 @@ class Policy:
         """
         if not isinstance(path, str | bytes | os.PathLike):
             raise UnsupportedConfig(
-                f"Policy.load takes the path of a TOML file, got {_shown(path)}. Policy([...]) takes rules, and "
+                f"Policy.load takes the path of a TOML file, got {_described(path)}. Policy([...]) takes rules, and "
                 "Policy.from_dict data."
             )
         name = os.fsdecode(path)
@@ -228,7 +228,7 @@ def _listed(data: Any) -> list[Any]:
             raise UnknownSetting(f"A policy has no key {key!r}.{_near(key, ('rules',))} Its only key is 'rules'.")
     rules = data.get("rules", [])
     if not isinstance(rules, list | tuple):
-        raise UnsupportedConfig(f"'rules' is a list, in TOML a table [[rules]] for each, got {_shown(rules)}.")
+        raise UnsupportedConfig(f"'rules' is a list, in TOML a table [[rules]] for each, got {_described(rules)}.")
     return list(rules)
 
 
@@ -237,7 +237,7 @@ def _read_rules(specs: Any, where: Callable[[int], str]) -> tuple[PolicyRule, ..
     if isinstance(specs, str | Mapping) or not isinstance(specs, Iterable):
         way_out = " Policy.load takes a file." if isinstance(specs, str) else ""
         way_out = " Policy.from_dict takes a dict." if isinstance(specs, Mapping) else way_out
-        raise UnsupportedConfig(f"A policy takes a list of rules, got {_shown(specs)}.{way_out}")
+        raise UnsupportedConfig(f"A policy takes a list of rules, got {_described(specs)}.{way_out}")
     rules: list[PolicyRule] = []
     first: dict[Any, int] = {}
     for index, spec in enumerate(specs):
@@ -263,7 +263,7 @@ def _read_rule(spec: Any) -> PolicyRule:
         spec = {"layers": spec[0], "recipe": spec[1]}
     if not isinstance(spec, Mapping):
         raise UnsupportedConfig(
-            f"A rule is a pair (layers, recipe) or a dict with keys out of {', '.join(KEYS)}, got {_shown(spec)}."
+            f"A rule is a pair (layers, recipe) or a dict with keys out of {', '.join(KEYS)}, got {_described(spec)}."
         )
     for key in spec:
         if key not in KEYS:
@@ -282,7 +282,7 @@ def _read_layers(layers: Any) -> tuple[str, ...]:
     found = (layers,) if isinstance(layers, str) else layers
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, str) and one for one in found):
         raise UnsupportedConfig(
-            f"layers is a path, a glob of paths or a list of these, got {_shown(layers)}. '*' takes every layer."
+            f"layers is a path, a glob of paths or a list of these, got {_described(layers)}. '*' takes every layer."
         )
     return tuple(dict.fromkeys(found))
 
@@ -306,13 +306,13 @@ def _read_blocks(blocks: Any) -> tuple[str, ...]:
     for entry in found:
         if not isinstance(entry, str) or not _BLOCKS.fullmatch(entry):
             near = _near(entry.split()[0], ("first 1", "last 1")) if isinstance(entry, str) and entry.split() else ""
-            raise UnsupportedConfig(f"blocks is 'first N', 'last N' or a list of these, got {_shown(entry)}.{near}")
+            raise UnsupportedConfig(f"blocks is 'first N', 'last N' or a list of these, got {_described(entry)}.{near}")
     return tuple(dict.fromkeys(found))
 
 
 def _read_step(step: Any) -> int:
     if type(step) is not int or step < 0:
-        raise UnsupportedConfig(f"from_step is a number of steps from 0 up, got {_shown(step)}.")
+        raise UnsupportedConfig(f"from_step is a number of steps from 0 up, got {_described(step)}.")
     return step
 
 
@@ -320,8 +320,8 @@ def _near(key: object, names: Iterable[str]) -> str:
     return nearest(key, names) if isinstance(key, str) else ""
 
 
-def _shown(value: object) -> str:
-    return shown(repr(value))
+def _described(value: object) -> str:
+    return excerpt(repr(value))
 
 
 # -- on a model --------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def layers_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) for every path to what may get a recipe. Layers inside of converted experts are left out:
     their owner stands for them."""
     modules = list(model.named_modules(remove_duplicate=False))
-    inside = {id(layer) for _, module in modules for layer in layers_of(module)}
+    inside = {id(layer) for _, module in modules for layer in inside_of(module)}
     return ((path, module) for path, module in modules if is_layer(module) and id(module) not in inside)
 
 

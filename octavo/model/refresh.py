@@ -38,13 +38,13 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
     """Do the same as `refresh_weights`, for the given layers."""
     for module in modules:
         stored = module._codes
-        if stored.recipe is not None and not stored.held:
+        if stored.recipe is not None and not stored.has_quantized_weight:
             observe = stored.recipe.stateful and module.training
             stored.refresh(module, stored.recipe, column=False, observe=observe)
 
 
-def quantize_weights(model: nn.Module, trainable: bool = False) -> None:
-    """Keep the weights of a model only as codes, to save memory.
+def quantize_weights(model: nn.Module, trainable: bool = False, keep_columns: bool = False) -> None:
+    """Keep the weights of a model only as codes, to save memory: a byte a weight in FP8, and the scales.
 
     It changes every Octavo layer whose own recipe quantizes. The new parameters read as the dequantized values, and
     quantize the values that are written to them. Build optimizers afterwards. `octavo.revert` makes weights of the
@@ -56,6 +56,10 @@ def quantize_weights(model: nn.Module, trainable: bool = False) -> None:
             its state; for any other torch optimizer Octavo keeps them in float32 from its first step on, since an
             update is mostly smaller than the distance of two codes. With False a step of an optimizer on such a weight
             raises.
+        keep_columns: keep the codes of wᵀ, which dx multiplies, beside those of w, in twice the memory. With False
+            backward makes them where that is a transpose of bytes (fp8-delayed, fp8-current, fp8-block, nvfp4), in
+            memory that it frees. Where it is not (fp8-rowwise, mxfp8), backward multiplies dy by the values of the
+            codes, without a cast of dy: the weight is rounded once, and dx takes the time of a GEMM in bf16.
 
     Raises:
         UnsupportedDtype: `model` is no module.
@@ -86,7 +90,7 @@ def quantize_weights(model: nn.Module, trainable: bool = False) -> None:
         for weight in module._weight_parts():
             _refuse_tied(path, names[id(weight)])
     for _, module in quantized:
-        module._hold_codes(trainable)
+        module._hold_codes(trainable, keep_columns)
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:

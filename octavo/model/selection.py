@@ -21,8 +21,9 @@ from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig
 from octavo.model.policy import MatchedPolicy, Policy, PolicyRule, around, layers_in, matching, near
 from octavo.model.third_party import third_party_experts
-from octavo.model.third_party.third_party_experts import layers_of
-from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain
+from octavo.model.third_party.linear_trial import differs
+from octavo.model.third_party.third_party_experts import is_experts, layers_of
+from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain, patched_reason
 from octavo.moe.router import Router
 from octavo.ops.inputs import strange
 from octavo.ops.published_codes import unsupported_codes_reason
@@ -31,9 +32,13 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
 PolicyFunction = Callable[[str, nn.Module], "bool | str | Recipe | None"]
-HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that a conversion leaves alone by default
+HIGH_PRECISION = ("head", "adapters", "routers", "conditioning")  # kinds of layers that convert leaves alone by default
+KINDS = (*HIGH_PRECISION, "small")
 CONVERT, KEEP = "converted", "kept"  # reasons; all other reasons are for layers left alone
 NEVER = "cannot be converted"
+SMALL = 512  # features from which on a layer of the kind "small" is converted
+_PREDICTS = ("lm_head", "classifier", "score", "proj_out", "qa_outputs", "logits", "ctc_proj")
+_CONDITIONS = ("timeembed", "timestepembed", "timetextembed", "tembedder", "adaln", "adalayernorm", "modulation")
 _OWN = "has a recipe of its own"
 _ONE_WINDOW = "and one window of amaxes cannot follow two recipes. Let it run in a recipe without state between them"
 
@@ -74,7 +79,7 @@ class Selection:
     overwrite: bool
     excluded: dict[str, str]  # path to the entry that excludes it
     spared: dict[int, tuple[str, str]]  # id of a layer to (reason, why)
-    bypassed: dict[int, str]  # id of a layer whose forward its parent does not call, to why
+    replaced: tuple[type[nn.Module], ...] = ()  # classes whose own forward octavo.Linear's replaces
 
     def plan(self, model: nn.Module, settings: dict[str, bool]) -> list[Plan]:
         """Return a plan for every path to a layer; a shared layer has several paths."""
@@ -95,17 +100,19 @@ class Selection:
 
     def _planned(self, path: str, module: nn.Module, settings: dict[str, bool]) -> Plan:
         choice = self._choose(path, module)
+        if isinstance(module, self.replaced):
+            choice = replace(choice, forced=True)
+        # experts of a form that nobody asked to convert by name are left, and the rest of the model is converted
+        lenient = is_experts(module) and not choice.forced
         if choice.recipe is not None and choice.reason == CONVERT:
             if why := layer_unsupported_reason(module, choice, settings):
                 choice = Choice(None, NEVER, why, used=choice.used)
-        return Plan(path, module, qualified(module), choice, refused=choice.reason == NEVER)
+        return Plan(path, module, qualified(module), choice, refused=choice.reason == NEVER and not lenient)
 
     def _choose(self, path: str, module: nn.Module) -> Choice:
         """Return the choice for the layer at a path."""
         if path in self.excluded:
             return Choice(None, "excluded", f"excluded by {self.excluded[path]}")
-        if id(module) in self.bypassed:
-            return Choice(None, "attention", self.bypassed[id(module)])
         if self.rules is not None:
             return self._scheduled(path, module, self.rules)
         wish = True if self.policy is None else _answer(self.policy, path, module)
@@ -162,7 +169,7 @@ class Selection:
             return Choice(None, "policy", f"left alone by rule {match.number} of the policy", rule=match.number)
         if match.exact and not isinstance(module, Router):
             return Choice(recipe, forced=True, rule=match.number)
-        choice = self._of(recipe, module, is_named=match.names)
+        choice = replace(self._of(recipe, module, is_named=match.names), forced=match.names)
         takes = choice.reason == CONVERT or (choice.reason == KEEP and not choice.why)
         return replace(choice, rule=match.number) if takes else choice
 
@@ -195,8 +202,9 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def select(
-    model: nn.Module, recipe: Any, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool, step: Any
-) -> Selection:
+    model: nn.Module, recipe: Any, policy: Any, *, exclude: Any, high_precision: Any, replace_forward: Any,
+    overwrite: bool, step: Any,
+) -> Selection:  # fmt: skip
     """Check the arguments of `octavo.convert` and return them as a Selection."""
     if isinstance(recipe, Policy) and policy is not None:
         raise UnsupportedConfig(f"convert takes one policy, got {recipe!r} and {policy!r}. Leave one out.")
@@ -214,14 +222,21 @@ def select(
     function = None if isinstance(policy, Policy) else policy
     if function is not None:
         _check_policy(function)
-    bypassed = {
-        id(m.out_proj): "nn.MultiheadAttention reads its weight and does not call it"
-        for m in model.modules()
-        if isinstance(m, nn.MultiheadAttention)
-    }
     matched = None if rules is None else MatchedPolicy(rules, model)
     entry_of, spared = _excluded(model, exclude), in_high_precision(model, high_precision)
-    return Selection(default, function, matched, step, overwrite, entry_of, spared, bypassed)
+    classes = _classes(replace_forward)
+    return Selection(default, function, matched, step, overwrite, entry_of, spared, classes)
+
+
+def _classes(given: Any) -> tuple[type[nn.Linear], ...]:
+    """Return the classes of `replace_forward`."""
+    found = (given,) if isinstance(given, type) or not isinstance(given, Iterable) else tuple(given)
+    for one in found:
+        if not (isinstance(one, type) and issubclass(one, nn.Linear)):
+            raise UnsupportedConfig(
+                f"replace_forward takes subclasses of nn.Linear, got {one!r}. A policy gives a recipe to single layers."
+            )
+    return found
 
 
 # -- high precision ----------------------------------------------------------------------------------------------------
@@ -231,14 +246,24 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
     """Return the layers of these kinds, as a dict from a layer's id to (reason, sentence)."""
     kinds = (kinds,) if isinstance(kinds, str) or not isinstance(kinds, Iterable) else tuple(kinds)
     for kind in kinds:
-        if kind not in HIGH_PRECISION:
+        if kind not in KINDS:
             raise UnsupportedConfig(
-                f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts them too; "
+                f"high_precision takes kinds out of {KINDS}, got {kind!r}. An empty tuple converts them too; "
                 "exclude= leaves other layers out."
             )
     spared = {
         id(m): ("router", "octavo.moe.Router computes in float32") for m in model.modules() if isinstance(m, Router)
     }
+    if "small" in kinds:
+        spared |= {id(m): ("small", _too_small(m)) for _, m in _linears(model) if _too_small(m)}
+    if "conditioning" in kinds:
+        spared |= {
+            id(m): (
+                "conditioning",
+                "a layer of conditioning has one row for each image or token of time: it gains nothing",
+            )
+            for m in _conditioning(model)
+        }
     if "adapters" in kinds:
         for path, module in _linears(model):
             if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
@@ -262,10 +287,30 @@ def _routers(model: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
+def _too_small(module: nn.Linear) -> str:
+    """Return why a layer's products are too small to gain from quantized operands; empty if they are not."""
+    least = min(module.in_features, module.out_features)
+    if least >= SMALL:
+        return ""
+    return f"{least} is below the {SMALL} inputs and outputs from which on casts take less time than the product gains"
+
+
+def _conditioning(model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield layers of time embeddings and of adaptive norms, by the names of modules and classes around them."""
+    modules = dict(model.named_modules())
+    for path, module in _linears(model):
+        parts = path.split(".")
+        above = [type(modules[".".join(parts[:i])]).__name__ for i in range(1, len(parts))]
+        words = "".join([*parts, *above]).lower().replace("_", "")
+        if any(word in words for word in _CONDITIONS):
+            yield module
+
+
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield (id, how it was found) of layers that predict tokens. The size of the vocabulary decides only for layers
-    outside of modules whose `get_output_embeddings` names a head."""
+    """Yield (id, how it was found) of layers that predict tokens or classes. The size of the vocabulary decides only
+    for layers outside of modules whose `get_output_embeddings` names a head."""
     known: set[int] = set()
+    yield from _last_heads(model)  # the ways after it say more
     yield from _named_heads(model, known)
     yield from _tied_heads(model)
     yield from (head for head in _vocabulary_heads(model) if head[0] not in known)
@@ -291,6 +336,16 @@ def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
     for _, module in _linears(model):
         if (path := tables.get(id(module._parameters.get("weight")))) is not None:
             yield id(module), f"its weight is {path or 'the model'}'s"
+
+
+def _last_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield the last linear layer outside of numbered blocks, if a name on its path says that it predicts."""
+    outside = [(path, m) for path, m in _linears(model) if not any(part.isdigit() for part in path.split("."))]
+    if outside and len(list(_linears(model))) > 1:
+        path, module = outside[-1]
+        name = next((part for part in path.split(".") if part.rstrip("_0123456789") in _PREDICTS), "")
+        if name:
+            yield id(module), f"it is the last layer, and its name has {name}"
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
@@ -438,11 +493,11 @@ def _linear_unsupported_reason(module: nn.Linear, forced: bool) -> str:
     if why := unsupported_codes_reason(module, ["weight"], own_forward=not is_plain(module)):
         return why
     if is_patched(module):
-        return f"its forward was replaced by {name_of(module.forward)} on the instance. Convert it before that"
-    if not is_plain(module) and not forced:
+        return patched_reason(module, name_of(module.forward))
+    if not is_plain(module) and not forced and (why := differs(module)):
         return (
-            f"it is a {name}, whose own forward would be lost. A policy that returns a recipe for it replaces that "
-            "forward by octavo.Linear's"
+            f"it is a {name}, whose own forward would be lost, and which is not F.linear: it {why}. "
+            f"replace_forward={name_of(type(module))} replaces that forward by octavo.Linear's"
         )
     if names := clashes(module):
         both = ", ".join(names)

@@ -1,5 +1,5 @@
-"""The state of a model besides its weights: delayed scaling's windows, and the counters of stochastic rounding and of
-steps."""
+"""The state of a model besides the values of its weights: delayed scaling's windows, the counters of stochastic
+rounding and of steps, and the codes and scales of weights that are codes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,12 @@ from octavo.ops.quantized import Quantized
 from octavo.ops.schedule import STEP, check_step
 from octavo.scaling.saved_state import check_state
 from octavo.text import plural, some
+from octavo.weights.saved_codes import PREFIX, check_codes_of, export_codes, unfit_names
 
 State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
 DELAYED, ROUNDED = "fp8-delayed", "nvfp4, or another that rounds stochastically"  # the recipes with state
 # a key of a model's state; a path may have line breaks
-_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)", re.DOTALL)
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule|codes)\..+)", re.DOTALL)
 
 
 class Load(NamedTuple):
@@ -29,15 +30,17 @@ class Load(NamedTuple):
     state: State
 
 
-def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state that a resumed run needs besides the weights.
+def state_dict(model: nn.Module, *, codes: bool = True) -> dict[str, Tensor]:
+    """Return the state that a resumed run needs besides the values of the weights.
 
-    `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and inverse scales of
+    `model.state_dict()` holds these values alone. This state is that of the recipes: the windows and inverse scales of
     fp8-delayed, the counters of stochastic rounding (nvfp4), and the number of steps if a policy changes recipes at
-    a step. A run that loads both resumes bit for bit.
+    a step. Of weights that are codes it has every bit: codes, scales, and the float32 values that Octavo keeps for an
+    optimizer other than its own. A run that loads both resumes bit for bit.
 
     Args:
         model: a module with Octavo layers.
+        codes: False leaves the weights out: for a model that has other weights, such as an average.
 
     Returns:
         Copies of plain tensors, by name. It is empty for recipes without state.
@@ -51,15 +54,19 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         ['0.rounding.seed']
     """
     check_model(model, "state_dict")
-    states = ((path, layer._recipe_state() | layer._pending_state()) for path, layer in layers(model))
+    states = (
+        (path, layer._recipe_state() | (export_codes(layer) if codes else {}) | layer._pending_state())
+        for path, layer in layers(model)
+    )
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
     """Load the state that `octavo.state_dict` returned for a model.
 
-    It checks all tensors before it writes any. A layer that is on the meta device, or follows `octavo.autocast` and has
-    not run yet, keeps its part of the state until it has buffers for it.
+    It checks all tensors before it writes any. A state without codes leaves weights that are codes as they are. A
+    layer that is on the meta device, or follows `octavo.autocast` and has not run yet, keeps its part of the state
+    until it has buffers for it.
 
     Args:
         model: a module with Octavo layers, compiled or not.
@@ -98,6 +105,7 @@ def checked_loads(
         _check_names(loads, unknown, way)
     for load in loads:
         check_state(load.state, load.layer.scales_per_operand, load.path)
+        check_codes_of(load.layer, load.state, load.path)
     return loads
 
 
@@ -105,7 +113,7 @@ def write_state(loads: list[Load]) -> None:
     """Write the state that `checked_loads` returned."""
     for _, layer, part in loads:
         left = layer._load_recipe_state(part)
-        waits = layer.recipe is None or layer._on_meta
+        waits = layer.recipe is None or layer._on_meta or layer._place().type == "meta"
         layer._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
 
 
@@ -117,12 +125,19 @@ def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
         wanted = layer._recipe_state()
         missing += [joined(path, name) for name in wanted if name not in state]
         if layer.recipe is not None:  # without a recipe the layer may need them later
-            unknown += [joined(path, name) for name in state if name not in wanted]
+            lacking, left = unfit_names(layer, state)
+            missing += [joined(path, name) for name in lacking]
+            known = {*wanted, *(name for name in state if name.startswith(PREFIX) and name not in left)}
+            unknown += [joined(path, name) for name in state if name not in known]
     if missing or unknown:
         first, second = (some(names, 3) or "nothing" for names in (missing, unknown))
         hint = ""
         if any(name.endswith(STEP) for name in (*missing, *unknown)):
             hint = " If its policy changes recipes at a step, pass the step of the state: convert(..., step=)."
+        if any(PREFIX in name for name in unknown):
+            hint += (
+                " The state has codes of weights: call octavo.quantize_weights as for the saved model before you load."
+            )
         what = _other_recipe(loads, unknown) or f"missing {first}, unknown {second}"
         raise UnsupportedConfig(
             f"This model's recipes and the state do not match: {what}. Convert the model with the recipe it was saved "

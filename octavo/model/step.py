@@ -1,15 +1,17 @@
 """`octavo.step`: ends a training step by updating the delayed scales of a whole model from the step's amaxes."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from octavo._torch.cuda import is_capturing
 from octavo._torch.operators import foreach_copy_
+from octavo.communication import sharded_weights
 from octavo.communication.collectives import gather, largest
-from octavo.communication.groups import Group, name_of, size_now
+from octavo.communication.groups import ALONE, Group, name_of, size_now
 from octavo.errors import UnsupportedConfig
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.step_warnings import warn_of_step
@@ -31,8 +33,9 @@ def step(model: nn.Module, group: Group = None) -> None:
         model: a module with Octavo layers.
         group: the ranks that first agree on the amaxes, by maximum in one collective, so that they keep equal scales:
             a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). Every rank must hold the same layers. Pass
-            the group of all data-parallel and tensor-parallel ranks. None agrees only on layers that are split over
-            ranks, each over its own `tp_group`.
+            the group of all data-parallel and tensor-parallel ranks; experts that are split over ranks then agree with
+            those ranks that have the same ones. None agrees only on layers that are split over ranks, each over its own
+            `tp_group`. Layers follow the group of `octavo.distributed.set_amax_group` instead.
 
     Raises:
         UnsupportedDtype: `model` is no module.
@@ -46,7 +49,7 @@ def step(model: nn.Module, group: Group = None) -> None:
     check_model(model, "step")
     ours = list(layers(model))
     step_layers([module for _, module in ours], group)
-    warn_of_step(model, ours)
+    warn_of_step(model, ours, group)
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
@@ -75,6 +78,8 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
             update_scales(updated, algorithm, margin, sharing)
         else:
             update_all(updated, algorithm=algorithm, margin=margin, sharing=sharing)
+    if not in_graph:
+        sharded_weights.refresh(modules)
     if uncalibrated:
         look(uncalibrated)
     for module in modules:  # last: a new recipe may drop the memory that this step has updated
@@ -86,21 +91,48 @@ def _all_reduce_amaxes(modules: Sequence[Quantized], group: Any, in_graph: bool)
     everyone = None if group is None else name_of(group)
     shared: dict[tuple[str, torch.device], list[Quantized]] = {}
     for module in modules:
-        name = everyone
+        name = everyone if module.amax_group is None else module.amax_group
         if name is None and module.parallel is not None:
             name = module.parallel.group
-        if name is not None and module._scaling.recipe is not None and size_now(name) > 1:
+        if name is None and module._sharded is not None:
+            name = module._sharded.group
+        if name in (None, ALONE) or module._scaling.recipe is None:
+            continue
+        if size_now(name) > 1:
             shared.setdefault((name, module._place()), []).append(module)
     for (name, _), members in shared.items():
-        amaxes = [m._scaling.state(m, direction).running_amax for m in members for direction in DIRECTIONS]
-        sizes = [amax.numel() for amax in amaxes]
+        states = [m._scaling.state(m, direction) for m in members for direction in DIRECTIONS]
+        amaxes = [state.running_amax for state in states]
+        places = [_Place(m.scales_per_operand, *m._scales_of_all_ranks()) for m in members for _ in DIRECTIONS]
         if not in_graph:
-            _check_number(members[0], name, sum(sizes))
+            _check_number(members[0], name, sum([amax.numel() for amax in amaxes]))
+        sizes = [amax.numel() for amax in amaxes]
         if torch.compiler.is_compiling():
-            write_amaxes(amaxes, largest(read_amaxes(amaxes), name, "octavo.step"))
+            own = read_amaxes(amaxes)
+            write_amaxes(amaxes, torch.cat(_all_reduced(torch.split(own, sizes), places, name)))
         else:
-            all_reduced = largest(torch.cat(amaxes), name, "octavo.step")
-            foreach_copy_(amaxes, list(torch.split(all_reduced, sizes)))
+            foreach_copy_(amaxes, _all_reduced(amaxes, places, name))
+
+
+class _Place(NamedTuple):
+    """The scales of an operand on this rank, among those of all ranks: a rank may have a part of the experts."""
+
+    number: int
+    first: int
+    all: int
+
+
+def _all_reduced(amaxes: Sequence[Tensor], places: Sequence[_Place], name: str) -> list[Tensor]:
+    """Return the maximum over ranks of each operand's amaxes. Experts that a rank does not have are zeros there."""
+    wide = [
+        F.pad(amax.view(-1, place.number), (place.first, place.all - place.first - place.number)).flatten()
+        for amax, place in zip(amaxes, places, strict=True)
+    ]
+    found = torch.split(largest(torch.cat(wide), name, "octavo.step"), [t.numel() for t in wide])
+    return [
+        t.view(-1, place.all)[:, place.first : place.first + place.number].flatten()
+        for t, place in zip(found, places, strict=True)
+    ]
 
 
 def _check_number(first: Quantized, name: str, number: int) -> None:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import octavo
-from octavo.errors import UnsupportedConfig
 from tests.support.dispatched_experts import PACKAGE, Model, package
 
 
@@ -23,7 +22,7 @@ def steps(rank, file):
     torch.manual_seed(0)
     whole = Model()
     late = fully_shard(copy.deepcopy(whole), mesh=mesh)
-    with pytest.raises(UnsupportedConfig, match="gate_up_proj is sharded"):
+    with pytest.warns(UserWarning, match="gate_up_proj is sharded"):
         octavo.convert(late, "fp8-delayed")
     octavo.convert(whole, "fp8-delayed")
     sharded = copy.deepcopy(whole)

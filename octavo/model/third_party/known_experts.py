@@ -1,209 +1,210 @@
-"""The experts of other packages that `octavo.convert` takes: `KNOWN`, a row for each kind.
+"""The experts of other packages that `octavo.convert` takes: `KNOWN`, a row of data for each class.
 
-A row says how a module is recognised, where its weights lie, which layouts of them Octavo does not take, what its
-activation is, and how its forward comes to call the submodule `octavo` (`third_party_layers.py`) in place of its own
-code. `third_party_experts.py` has what is the same for every row.
+A row says what the module is called with, where its weights and biases lie and in which layout, and what its activation
+is. Classes that transformers dispatches by its registry describe themselves by flags: a new one needs no row. The code
+that runs a row is in `third_party_layers.py`, what is checked before in `third_party_experts.py`.
 """
 
-import copy
-import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig
-from octavo.model.third_party.derived_class import derived
-from octavo.model.third_party.expert_activation import activation_of
-from octavo.model.third_party.third_party_layers import ThirdPartyExperts, ThirdPartyGroupedLinear, ThirdPartyRows
-from octavo.moe.permutation import sort
-
-NAME = "octavo"  # of the submodule, and of the entry in transformers' registry
-Refused = tuple[tuple[str, bool, str], ...]  # layouts: an attribute, the value that is refused, why
-MakeLayer = Callable[[Any, str, str], Any]  # makes a layer of this class, for this weight, with this tail
+TOKENS, ROWS, EQUAL_ROWS = "tokens", "rows", "equal rows"  # what experts are called with: see Known.takes
+MATRIX, ATTENTION = "x", "query, key, value"  # what modules without experts are called with
+Refused = tuple[tuple[str, bool, str], ...]  # an attribute, the value that is refused, why and what to do
 
 
-class Known(Protocol):
-    """A kind of experts of another package, whose weights are stacked parameters [experts, out, in]."""
+@dataclass(frozen=True)
+class Weight:
+    """Where the weights of all experts lie: in one parameter, stacked [experts, ., .] or below each other."""
 
-    refused: Refused
+    name: str
+    bias: str = ""
+    transposed: bool = False  # [in, out], where Octavo multiplies by [out, in]
+    part: int | None = None  # of three equal parts below each other
+    bias_part: int | None = None  # the same of the bias
 
-    def recognise(self, module: Any) -> bool:
-        """Return whether a module is of this kind, converted or not."""
+    def seen(self, parameter: Tensor, experts: int) -> Tensor:
+        """Return the weight [experts, out, in] that Octavo multiplies by, or [out, in] of no experts: the parameter
+        itself, a view or a copy."""
+        whole = parameter if self.part is None else parameter.chunk(3)[self.part]
+        if experts and whole.dim() == 2:
+            whole = whole.view(experts, -1, whole.shape[-1])
+        return whole.transpose(-2, -1).contiguous() if self.transposed else whole
 
-    def weights(self, module: Any) -> tuple[str, ...]:
-        """Return the names of the weights in order of use: the last one makes y."""
+    def shape(self, parameter: Tensor, experts: int) -> tuple[int, ...]:
+        """Return the shape of `seen`."""
+        shape = list(parameter.shape)
+        if self.part is not None:
+            shape[0] //= 3
+        if len(shape) == 2 and experts and shape[0] % experts == 0:
+            shape = [experts, shape[0] // experts, shape[1]]
+        if self.transposed:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape)
 
-    def own_forward(self, module: Any) -> str:
-        """Return why a module's forward may not be replaced; empty if it may."""
-
-    def activation(self, module: Any) -> Any:
-        """Return the activation; None if Octavo has none that computes the same."""
-
-    def layers(self, module: Any, layer: MakeLayer) -> nn.Module:
-        """Return the submodule for a module."""
-
-    def install(self, module: Any) -> None:
-        """Make a module's forward call its submodule."""
-
-    def uninstall(self, module: Any) -> None:
-        """Undo `install`."""
+    def is_whole(self, parameter: Tensor, experts: int) -> bool:
+        """Return whether `seen` is the parameter itself."""
+        return self.part is None and not self.transposed and parameter.dim() == (3 if experts else 2)
 
 
-class TransformersExperts:
-    """The experts of transformers, which dispatch their forward by a registry.
+@dataclass(frozen=True)
+class Known:
+    """A kind of experts of another package.
 
-    A converted module keeps its class, and gets a copy of its config that chooses the entry "octavo". Other modules
-    share the original config, so a conversion of some experts leaves the others alone.
+    Args:
+        takes: what the module is called with: "tokens", and the experts and weights of each; "rows" that are sorted by
+            expert, and their numbers; "equal rows", as many for each expert; or, of modules without experts, "x", or
+            "query, key, value".
+        weights: one weight; that of the first and of the second layer; or those of gate, other half and second layer.
+        activation: the path of an attribute that activates, a method `_apply_gate` aside; or a function of the module
+            and what it activates.
+        gated: whether the first layer makes a gate and another half.
+        alternates: whether the rows of gate and other half alternate in the weight.
+        parts: the methods that a conversion replaces, and that must be those of the class.
+        refused: values of attributes that Octavo does not take.
     """
 
-    FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by the decorator of such classes
-    refused: Refused = (
-        ("is_transposed", True, "its weights are [in, out], and Octavo multiplies by [out, in]"),
-        ("is_concatenated", False, "gate and up alternate in its weights, and Octavo takes two halves here"),
-        ("has_bias", True, "its experts have biases"),
-        ("has_post_expert_norm", True, "it normalizes the output of each expert"),
-        ("_is_expert_parallel", True, "its experts are distributed over several processes"),
-    )
-
-    def recognise(self, module: Any) -> bool:
-        return (
-            _registry() is not None
-            and all(flag in module.__dict__ for flag in self.FLAGS)
-            and hasattr(module.__dict__.get("config"), "_experts_implementation")
-            and all(hasattr(module, name) for name in self.weights(module))
-        )
-
-    def weights(self, module: Any) -> tuple[str, ...]:
-        return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
-
-    def own_forward(self, module: Any) -> str:
-        if "forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__"):
-            name = type(module).__name__
-            return f"its forward is not the one that transformers' registry of experts dispatches, but {name}'s own"
-        return ""
-
-    def activation(self, module: Any) -> Any:
-        return activation_of(module)
-
-    def layers(self, module: Any, layer: MakeLayer) -> nn.Module:
-        fc1, fc2 = (layer(ThirdPartyGroupedLinear, name, "untouched") for name in self.weights(module))
-        return DispatchedExperts(fc1, self.activation(module), fc2)
-
-    def install(self, module: Any) -> None:
-        _register()
-        module._octavo_config = module.config
-        module.config = copy.copy(module.config)
-        nested = {key: getattr(module.config, key, None) for key in getattr(module.config, "sub_configs", ())}
-        for key, inner in nested.items():  # the setter also changes the configs inside
-            setattr(module.config, key, copy.copy(inner))
-        module.config._experts_implementation = NAME
-
-    def uninstall(self, module: Any) -> None:
-        module.config = module.__dict__.pop("_octavo_config")
-
-
-class TorchtitanExperts:
-    """The experts of torchtitan, which are called with rows and sizes, and compute SwiGLU.
-
-    A converted module changes its class, to one that derives from its own.
-    """
-
-    HOME = ("torchtitan.models.common.moe", "GroupedExperts")
-    WEIGHTS = ("w1_EFD", "w3_EFD", "w2_EDF")  # gate, up, down
+    takes: str
+    weights: tuple[Weight, ...]
+    activation: str | Callable[[Any, Tensor], Tensor] = "act_fn"
+    gated: bool = True
+    alternates: bool = False
+    parts: tuple[str, ...] = ("forward",)
     refused: Refused = ()
 
-    def recognise(self, module: Any) -> bool:
-        return self._stock_class(module) is not None and all(hasattr(module, name) for name in self.WEIGHTS)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights, in order of use: the last one makes y."""
+        return tuple(dict.fromkeys(weight.name for weight in self.weights))
 
-    def _stock_class(self, module: Any) -> Any:
-        """Return torchtitan's class that a module is an instance of, and no class that is derived from it and bears
-        the same name; None if the module is of another kind."""
-        home = (kind for kind in type(module).__mro__ if (kind.__module__, kind.__qualname__) == self.HOME)
-        return next((kind for kind in home if not hasattr(kind, "_third_party")), None)
+    @property
+    def has_experts(self) -> bool:
+        """Whether the weights are those of several experts."""
+        return self.takes not in (MATRIX, ATTENTION)
 
-    def weights(self, module: Any) -> tuple[str, ...]:
-        return self.WEIGHTS
-
-    def own_forward(self, module: Any) -> str:
-        stock, own = self._stock_class(module), getattr(type(module), "_third_party", type(module))
-        parts = ("forward", "_grouped_mm")
-        names = [name for name in parts if getattr(own, name, None) is not getattr(stock, name, None)]
-        if names or "forward" in module.__dict__:
-            which = names[0] if names else "forward"
-            return f"it is a {type(module).__name__} with a {which} of its own. Convert it before that is replaced"
-        return ""
-
-    def activation(self, module: Any) -> Any:
-        return "swiglu"  # ThirdPartyRows computes it
-
-    def layers(self, module: Any, layer: MakeLayer) -> nn.Module:
-        home = self._stock_class(module)
-        base = next(parent for parent in home.__mro__ if nn.Module in parent.__bases__)
-        # torchtitan's trainer checks that every module of a model is an instance of its own base class
-        linear, rows = (
-            kind if base is home else derived(kind, base, named=kind)
-            for kind in (ThirdPartyGroupedLinear, ThirdPartyRows)
-        )
-        made: nn.Module = rows(*(layer(linear, name, "zero") for name in self.WEIGHTS))
-        return made
-
-    def install(self, module: Any) -> None:
-        module.__class__ = derived(_CallsRows, type(module), named=type(module))
-
-    def uninstall(self, module: Any) -> None:
-        module.__class__ = type(module)._third_party
+    @property
+    def is_joined(self) -> bool:
+        """Whether a first layer makes both halves at once."""
+        return len(self.weights) == 2
 
 
-KNOWN: tuple[Known, ...] = (TorchtitanExperts(), TransformersExperts())
+def _silu(module: Any, gate: Tensor) -> Tensor:
+    return F.silu(gate)
 
 
-class _CallsRows(nn.Module):
-    """The forward of converted experts of torchtitan. It is a module so that instances can change their class to one
-    that derives from it."""
-
-    octavo: ThirdPartyRows
-
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        y: Tensor = self.octavo(x_RD, num_tokens_per_expert_E)
-        return y
+def _clamped(module: Any, h: Tensor) -> Tensor:
+    """The activation of GPT-OSS in torchtitan."""
+    gate, up = h[..., ::2].clamp(max=module.swiglu_limit), h[..., 1::2]
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-module.swiglu_limit, module.swiglu_limit) + 1)
 
 
-# -- the registry of transformers --------------------------------------------------------------------------------------
+_STACKED = (Weight("gate_up_proj"), Weight("down_proj"))
+_TRANSPOSED = (Weight("gate_up_proj", transposed=True), Weight("down_proj", transposed=True))
+_TITAN = ("forward", "_grouped_mm")
+
+# by package and class; transformers' decorated classes aside
+KNOWN: dict[tuple[str, str], Known] = {
+    ("torchtitan.models.common.moe", "GroupedExperts"): Known(
+        ROWS, (Weight("w1_EFD"), Weight("w3_EFD"), Weight("w2_EDF")), _silu, parts=_TITAN
+    ),
+    ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts"): Known(
+        ROWS,
+        (Weight("mlp1_weight_EGD", "mlp1_bias_EG"), Weight("mlp2_weight_EDF", "mlp2_bias_ED")),
+        _clamped, alternates=True, parts=_TITAN,
+    ),
+    ("torch.nn.modules.activation", "MultiheadAttention"): Known(
+        ATTENTION,
+        (
+            *(Weight("in_proj_weight", "in_proj_bias", part=i, bias_part=i) for i in range(3)),
+            Weight("out_proj.weight", "out_proj.bias"),
+        ),
+        refused=(("add_zero_attn", True, "it has add_zero_attn=True. Use nn.Linear layers around "
+                  "F.scaled_dot_product_attention"),),
+    ),
+    ("transformers.pytorch_utils", "Conv1D"): Known(MATRIX, (Weight("weight", "bias", transposed=True),)),
+    ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): Known(
+        TOKENS, (Weight("mlp.w1"), Weight("mlp.v1"), Weight("mlp.w2", transposed=True)), "mlp.activation_fn"
+    ),
+    ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): Known(ROWS, (Weight("weight"),)),
+    ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): Known(EQUAL_ROWS, _TRANSPOSED),
+    ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): Known(TOKENS, _STACKED),
+    ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): Known(TOKENS, _STACKED),
+}  # fmt: skip
+
+# set by transformers' decorator of classes that its registry of experts dispatches
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_REFUSED: Refused = (
+    ("has_post_expert_norm", True, "it normalizes the output of each expert, before the weighted sum"),
+    ("_is_expert_parallel", True, "its experts are distributed over several processes. Convert before they are"),
+)
 
 
-def _registry() -> Any:
-    return getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
+def known(module: nn.Module) -> Known | None:
+    """Return the kind of a module that holds experts, converted or not; None for another module."""
+    found = next((KNOWN[key] for key in _names(type(module)) if key in KNOWN), None)
+    if found is not None and found.takes == ATTENTION:
+        found = _with_own_sizes(module, found)
+    found = _dispatched(module) if found is None else found
+    return found if found is not None and all(_has(module, name) for name in found.names) else None
 
 
-def _register() -> None:
-    """Add the entry "octavo" to transformers' registry of experts, if transformers is imported."""
-    registry = _registry()
-    if registry is not None and NAME not in registry:
-        registry.register(NAME, experts_forward)
+def _with_own_sizes(module: Any, found: Known) -> Known:
+    """Return the kind of an attention whose keys and values may have sizes, and so weights, of their own; without
+    biases that it does not have."""
+    weights = found.weights
+    if module.in_proj_weight is None:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        # their biases still lie below each other
+        own = (Weight(name, "in_proj_bias", bias_part=i) for i, name in enumerate(names))
+        weights = (*own, weights[-1])
+    if module.in_proj_bias is None:
+        weights = tuple(replace(weight, bias="") for weight in weights)
+    return replace(found, weights=weights)
 
 
-class DispatchedExperts(ThirdPartyExperts):
-    """The experts that the entry of the registry runs."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _register()  # the unpickling process may have converted nothing yet
+def home(module: nn.Module) -> Any:
+    """Return the class by which a module was found in KNOWN; None for one that transformers dispatches."""
+    kinds = (kind for kind in type(module).__mro__ if (kind.__module__, kind.__qualname__) in KNOWN)
+    return next((kind for kind in kinds if not hasattr(kind, "_third_party")), None)
 
 
-def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
-) -> Tensor:
-    """Run the converted experts of a module: the entry of the registry."""
-    experts: Any = module._modules.get(NAME)
-    if experts is None:
-        raise UnsupportedConfig(
-            f"This {type(module).__name__} has no recipe yet. octavo.convert(model, recipe) gives it one, and chooses "
-            f"the experts implementation {NAME!r} itself."
-        )
-    if top_k_weights.dtype != hidden_states.dtype:
-        top_k_weights = top_k_weights.float()
-    # transformers gives assignments to experts of other processes the index num_experts: `sort` drops them, and Experts
-    # would refuse them
-    y: Tensor = experts(hidden_states, sort(top_k_index, experts.num_experts), top_k_weights)
-    return y.to(hidden_states.dtype)
+def own_class(module: nn.Module) -> Any:
+    """Return the class that a module has when it is not converted."""
+    return getattr(type(module), "_third_party", type(module))
+
+
+def _dispatched(module: Any) -> Known | None:
+    """Return the kind that transformers' flags describe."""
+    flags = module.__dict__
+    if any(flag not in flags for flag in _FLAGS) or not hasattr(flags.get("config"), "_experts_implementation"):
+        return None
+    first, biased = "gate_up_proj" if module.has_gate else "up_proj", module.has_bias
+    return Known(
+        TOKENS,
+        tuple(
+            Weight(name, f"{name}_bias" if biased else "", module.is_transposed) for name in (first, "down_proj")
+        ),
+        gated=module.has_gate, alternates=not module.is_concatenated, refused=_REFUSED,
+    )  # fmt: skip
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Return whether transformers' registry of experts chooses the forward of this module's own class."""
+    return home(module) is None and hasattr(own_class(module).forward, "__wrapped__")
+
+
+def _names(kind: type) -> list[tuple[str, str]]:
+    return [(parent.__module__, parent.__qualname__) for parent in kind.__mro__]
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    above, _, name = path.rpartition(".")
+    try:
+        return hasattr(module.get_submodule(above), name)
+    except AttributeError:
+        return False

@@ -24,6 +24,16 @@ def is_patched(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
+def patched_reason(module: nn.Module, by: str) -> str:
+    """Return why a module with a forward of its own on the instance cannot be converted."""
+    if hasattr(module, "_hf_hook"):  # accelerate's, which also moves weights between devices
+        return (
+            "accelerate's hooks of device_map= replaced its forward. Load the model without device_map, convert it, "
+            "then call accelerate.dispatch_model"
+        )
+    return f"its forward was replaced by {by} on the instance. Convert it before that"
+
+
 def unpatch(module: nn.Linear) -> None:
     """Remove a forward that other libraries' hooks left on the instance, if it is the forward of the class."""
     if not is_patched(module):
