@@ -13,6 +13,8 @@ from torch import Tensor
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.moe.permutation import check_capacity, permute, unpermute
 from octavo.moe.routing import counts
+from octavo.quant.gradient_codes import GradientCodes
+from octavo.quant.grouped import GroupedTensor
 
 
 class Dispatched(NamedTuple):
@@ -23,7 +25,7 @@ class Dispatched(NamedTuple):
 
     Attributes:
         rows: the rows of the experts [rows, hidden], those of the first expert first. Rows after the last expert may
-            hold anything. Gradients flow through them.
+            hold anything. Gradients flow through them. Or their codes, an `octavo.GroupedTensor`.
         sizes: the number of rows of each expert of this process, int32 or int64, on the device.
         state: what `combine` needs to know of this call. `octavo.MoE` does not look at it.
         dropped: how many assignments got no row, as an int64 tensor without dims on the device; None if no assignment
@@ -32,6 +34,7 @@ class Dispatched(NamedTuple):
             allocate it.
         dgrad_out: such a buffer for the gradient of the rows, which the first layer writes in backward; or None. It is
             not used if the rows require no gradient.
+        dy_codes: where `combine`'s backward puts the gradient of the experts' rows as codes, or None.
 
     Example:
         >>> index, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
@@ -40,12 +43,13 @@ class Dispatched(NamedTuple):
         (torch.Size([4, 16]), tensor([1, 1]), tensor(0))
     """
 
-    rows: Tensor
+    rows: Tensor | GroupedTensor
     sizes: Tensor
     state: object = None
     dropped: Tensor | None = None
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
+    dy_codes: GradientCodes | None = None
 
 
 class Dispatch(Protocol):
@@ -53,6 +57,10 @@ class Dispatch(Protocol):
 
     Both must be differentiable, and must not read values on the host. Between them `octavo.MoE` calls its experts with
     `rows` and `sizes`. If `out` was handed over, `combine` gets a tensor in that memory, and no copy is made.
+
+    A dispatcher with a true attribute `takes_payload` gets two more keywords in `dispatch`: `payload`, whose `x` and
+    `dy` are the quantizers of the experts if codes may travel, and, beside a shared MLP, `meanwhile`, a function that
+    computes its output.
 
     Example:
         >>> class Sorted:

@@ -32,7 +32,14 @@ from octavo.ops.permute import Permute, Unpermute
 from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.recipes import Recipe
 
-PARALLEL = ("parallel_mode", "sequence_parallel", "tp_group", "gather_again", "column_blocks")  # keywords of layers
+PARALLEL = (
+    "parallel_mode",
+    "sequence_parallel",
+    "tp_group",
+    "gather_again",
+    "column_blocks",
+    "ep_group",
+)  # keywords of layers
 
 
 def keywords_of(function: Any) -> tuple[str, ...]:
@@ -177,11 +184,11 @@ class Experts(RecipeOfLayers, Sequential):
             UnsupportedDevice: `indices` or `probs` is on another device than x.
             UnsupportedConfig: on a CPU, an index is neither an expert's nor -1.
         """
-        extras = self._extras(input, indices, probs)
+        extra_inputs = self._extra_inputs(input, indices, probs)
         flag = {"is_first_microbatch": is_first_microbatch}
         kwargs: Any = None if is_first_microbatch is None else {1: flag, 3: dict(flag)}
         rows = input if input.dim() == 2 else input.flatten(0, -2)
-        y = super().forward(rows, *extras, op_kwargs=kwargs)
+        y = super().forward(rows, *extra_inputs, op_kwargs=kwargs)
         assert isinstance(y, Tensor)
         return y if y.shape == input.shape else y.view(input.shape)
 
@@ -200,12 +207,12 @@ class Experts(RecipeOfLayers, Sequential):
             The report of `Sequential.explain`, which prints as text.
         """
         rows = input if input.dim() == 2 else input.flatten(0, -2)
-        report = super().explain(rows, *self._extras(input, indices, probs))
+        report = super().explain(rows, *self._extra_inputs(input, indices, probs))
         if self.fc1_output_storage == "unquantized":
             return report
         return report._replace(refused=tuple(map(_with_storage, report.refused)))
 
-    def _extras(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
+    def _extra_inputs(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
         check_input("Experts", x, owner=self)
         _refuse_swapped(indices, probs)
@@ -293,7 +300,7 @@ def check_settings(title: str, settings: Iterable[str], own: Sequence[str]) -> N
             raise UnsupportedConfig(
                 f"{title}({name}=...): it does not split its experts over ranks. Split their features with "
                 "octavo.moe.permute, octavo.GroupedLinear(parallel_mode=...) and octavo.moe.unpermute, or give each "
-                "rank some of the experts with octavo.MoE(dispatcher=..., num_local_experts=...)."
+                "rank some of the experts, or of their features, with octavo.MoE(ep_group=..., tp_group=...)."
             )
         if name not in (*own, *more):
             raise UnknownSetting(
@@ -313,8 +320,14 @@ def expert_layers(
             "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."
         )
     settings = {"tail": "untouched", **settings}
+    column: dict[str, Any] = {}
+    row: dict[str, Any] = {}
+    if (group := settings.pop("tp_group", None)) is not None:
+        blocks = wide // ffn_hidden_size
+        column = {"parallel_mode": "column", "tp_group": group, "column_blocks": blocks}
+        row = {"parallel_mode": "row", "tp_group": group}
     return {
-        "fc1": GroupedLinear(num_experts, hidden_size, wide, **settings),
+        "fc1": GroupedLinear(num_experts, hidden_size, wide, **settings, **column),
         "activation": KINDS[activation](),
-        "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **settings),
+        "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **settings, **row),
     }

@@ -9,7 +9,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.ops.grouped_inputs import splits_on
-from octavo.ops.grouped_linear_layer import Buffers, Inputs, unsupported_reason
+from octavo.ops.grouped_linear_layer import Buffers, Inputs
 from octavo.ops.inputs import arrived, check_input, check_weight
 from octavo.ops.linear_config import call_key
 from octavo.ops.quantized import UNQUANTIZED, wanted
@@ -49,7 +49,7 @@ def grouped_linear(
         y [..., N], in the dtype of x or of torch.autocast where that is on.
 
     Raises:
-        UnsupportedConfig: the recipe needs state, or has no grouped kernels; `tail` is unknown; or `sizes` cannot be in
+        UnsupportedConfig: the recipe needs state; `tail` is unknown; or `sizes` cannot be in
             a graph.
         UnsupportedShape: a tensor has the wrong shape.
         UnsupportedDtype: a tensor has the wrong dtype.
@@ -71,14 +71,14 @@ def grouped_linear(
     splits = splits_on(weight.device, sizes, weight.shape[0], rows.shape[0], "sizes")
     grads = wanted(rows.requires_grad, (weight,), bias)
     key = call_key(
-        "grouped-linear", _stateless(recipe, grads), dtype=DTYPE_NAMES[x.dtype],
+        "grouped-linear", _stateless(recipe, any(grads)), dtype=DTYPE_NAMES[x.dtype],
         weight_dtype=DTYPE_NAMES[weight.dtype], bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
-        grads=grads, tail=tail,
+        wants_dx=grads.dx, wants_dw=grads.dw, wants_db=grads.db, tail=tail,
     )  # fmt: skip
     as_nodes = takes_nodes() or isinstance(rows, FakeTensor) or rows.is_meta  # those two have shapes only
     inputs = Inputs(rows, weight, bias, splits)[1:]
     buffers = (() if as_nodes else None, *[None] * (len(Buffers._fields) - 1))
-    stage = Stage("grouped-linear", key, inputs, buffers, grads != "")
+    stage = Stage("grouped-linear", key, inputs, buffers, any(grads))
     return call(stage, rows, as_nodes)[0].view(*x.shape[:-1], weight.shape[1])
 
 
@@ -123,7 +123,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
 
 
-def _stateless(recipe: str | Recipe | None, grads: str) -> Recipe:
+def _stateless(recipe: str | Recipe | None, trains: bool) -> Recipe:
     """Returns the recipe of a call, which must need nothing from the call before."""
     found = ambient.recipe if recipe is None else autocast(recipe).recipe  # which knows how to parse in a graph
     if found is None:
@@ -133,11 +133,9 @@ def _stateless(recipe: str | Recipe | None, grads: str) -> Recipe:
             f"{found} scales by what it measured in earlier calls, and a function keeps nothing. Use "
             "octavo.GroupedLinear, or fp8-current."
         )
-    if grads and found.linear().is_stochastic:
+    if trains and found.linear().is_stochastic:
         raise UnsupportedConfig(
             f"{found} rounds gradients from a counter that advances, and a function keeps nothing. Use "
             "octavo.GroupedLinear, or nvfp4(stochastic=False)."
         )
-    if why := unsupported_reason(found):
-        raise UnsupportedConfig(f"grouped_linear cannot run in {found}: {why}. Use backward='quantized'.")
     return found

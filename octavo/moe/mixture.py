@@ -7,15 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.tracing import while_tracing
+from octavo.communication.groups import ALONE, Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice, check_factor, check_whole, is_whole
 from octavo.fusion.blocks import KINDS, fc1_width
 from octavo.fusion.sequential import Sequential
 from octavo.moe.dispatch import Dispatch, check_combined, check_dispatched, check_dispatcher
+from octavo.moe.dispatched_experts import DispatchedExperts, run_experts
+from octavo.moe.expert_parallel import ExpertParallel, over_ranks
 from octavo.moe.experts import Experts, check_settings, expert_layers, keywords_of
 from octavo.moe.losses import balance, z_loss
+from octavo.moe.payload import payload_of
 from octavo.moe.permutation import sort
 from octavo.moe.router import Router
 from octavo.moe.routing import counts, first, group_size, route
+from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.inputs import arrived, check_input
 from octavo.ops.linear import Linear
 from octavo.ops.recipe_of_layers import RecipeOfLayers
@@ -71,6 +76,14 @@ class MoE(RecipeOfLayers, nn.Module):
         z_loss_coef: the coefficient of `octavo.moe.z_loss` in `aux_loss`.
         shared_ffn_size: the size of the activated values of the shared MLP. None, the default, is no shared MLP.
         shared_gate: multiply the shared MLP's output by the sigmoid of a linear layer of x.
+        ep_group: the ranks over which the experts are split, equally many on each: a ProcessGroup, its name, a
+            DeviceMesh of one dim or (mesh, dim). Each rank passes its own tokens; an `octavo.moe.ExpertParallel` moves
+            them. Sizes are those of the whole layer, and seeds alike on all ranks give the parameters of one process.
+            None, the default, has all experts here, and so has a group of one rank.
+        tp_group: with `ep_group` or a dispatcher, the ranks over which the features of each expert are split, `fc1` as
+            a column layer and `fc2` as a row layer. They have the same tokens.
+        loss_group: the ranks whose tokens count together in `aux_loss`, as in `octavo.moe.aux_loss`. None, the default,
+            counts those of this rank alone.
         dispatcher: an `octavo.moe.Dispatch`, which moves tokens to their experts and back. `experts` is then a
             `Sequential` of `fc1`, `activation` and `fc2`, with the same parameters. None, the default, leaves that to
             `experts`, which is faster.
@@ -119,6 +132,9 @@ class MoE(RecipeOfLayers, nn.Module):
         z_loss_coef: float = 0.0,
         shared_ffn_size: int | None = None,
         shared_gate: bool = False,
+        ep_group: Group = None,
+        tp_group: Group = None,
+        loss_group: Group = None,
         dispatcher: Dispatch | None = None,
         num_local_experts: int | None = None,
         device: torch.device | str | None = None,
@@ -126,7 +142,11 @@ class MoE(RecipeOfLayers, nn.Module):
         **settings: bool | str,
     ) -> None:
         super().__init__()
-        _check_experts(num_experts, num_local_experts, dispatcher, settings)
+        if ep_group is not None:
+            dispatcher = over_ranks(ep_group, dispatcher, num_local_experts, tp_group is not None)
+        if isinstance(dispatcher, ExpertParallel) and num_local_experts is None:
+            num_local_experts = dispatcher.local_experts(num_experts)
+        _check_experts(num_experts, num_local_experts, dispatcher, settings, tp_group)
         own = keywords_of(MoE)
         check_settings("MoE", settings, own if dispatcher is not None else (*own, "fc1_output_storage"))
         group_size(num_experts, top_k, score, normalize, groups, top_groups, group_best)
@@ -144,17 +164,21 @@ class MoE(RecipeOfLayers, nn.Module):
         self.score, self.scale = score, scale
         self.normalize, self.groups, self.top_groups, self.group_best = normalize, groups, top_groups, group_best
         self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
-        self.dispatcher = dispatcher
+        self.dispatcher, self.loss_group = dispatcher, None if loss_group is None else name_of(loss_group)
         self._loss: Tensor | None = None
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         layers: dict[str, Any] = {"recipe": recipe, **place, **settings}
         self.router = Router(hidden_size, num_experts, **place)
-        self.experts: Sequential
+        self.experts: Experts | DispatchedExperts
         if dispatcher is None:
             self.experts = Experts(num_experts, hidden_size, ffn_hidden_size, activation=activation, **layers)
         else:
-            common, local = {"bias": False, **layers}, self.num_local_experts
-            self.experts = Sequential(expert_layers(local, hidden_size, ffn_hidden_size, activation, common))
+            common, number = {"bias": False, **layers, "tp_group": tp_group}, self.num_local_experts
+            if isinstance(dispatcher, ExpertParallel):
+                common, number = {**common, "ep_group": dispatcher.group}, num_experts
+            self.experts = DispatchedExperts(expert_layers(number, hidden_size, ffn_hidden_size, activation, common))
+            if self.num_local_experts != num_experts:
+                _keep_amaxes(self.experts)
         self.shared: Sequential | None = None
         self.shared_gate: Router | None = None
         if shared_ffn_size is not None:
@@ -234,57 +258,61 @@ class MoE(RecipeOfLayers, nn.Module):
         if (mask := first(tokens, x)) is not None:
             index = torch.where(mask, index, -1)
         flag = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+        shared = None
         if self.dispatcher is None:
-            if type(self.experts) is Sequential:
+            if isinstance(self.experts, DispatchedExperts):
                 raise UnsupportedConfig(f"MoE.dispatcher was set to None, and {_BUILT}")
             permutation = sort(index, self.num_experts)
             load = permutation.sizes
-            y = self.experts(x, permutation, weights, **flag)
+            y: Tensor = self.experts(x, permutation, weights, **flag)
         else:
             load = counts(index, self.num_experts)
-            y = self._dispatched(self.dispatcher, x, index, weights, flag)
+            y, shared = self._dispatched(self.dispatcher, x, index, weights, flag)
         if not process.dry:
             self.load.copy_(load)
         if self.aux_loss_coef or self.z_loss_coef:
             self._loss = self._losses(logits, load, tokens) if self.training else None
-        y = self._with_shared(y, x, flag)
+        if self.shared is not None:
+            y = y + (self._shared_output(x, flag) if shared is None else shared)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
     def _dispatched(
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the weighted sums, and the shared MLP's output if that was computed while rows travelled."""
         if isinstance(self.experts, Experts):
             raise UnsupportedConfig(f"MoE.dispatcher was set to {type(dispatcher).__name__}, and {_BUILT}")
-        sent = dispatcher.dispatch(x, index, weights, self.num_experts)
+        shared: list[Tensor] = []
+        given: dict[str, Any] = {}
+        if getattr(dispatcher, "takes_payload", False):
+            given["payload"] = payload_of(self.experts)
+            if self.shared is not None:
+                given["meanwhile"] = lambda: shared.append(self._shared_output(x, flag))
+        sent = dispatcher.dispatch(x, index, weights, self.num_experts, **given)
         check_dispatched(dispatcher, sent, self.num_local_experts)
         if sent.dropped is not None and not process.dry:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
-        wanted = sent.dgrad_out is not None and sent.rows.requires_grad and torch.is_grad_enabled()
-        dgrad_out = {"dgrad_out": sent.dgrad_out} if wanted else {}
-        out = {} if sent.out is None else {"out": sent.out}
-        kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
-        rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)
+        rows = run_experts(self.experts, sent, flag)
         y = dispatcher.combine(rows, sent)
         check_combined(dispatcher, y, x, rows)
-        return y
+        return y, shared[0] if shared else None
 
-    def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
-        if self.shared is None:
-            return y
+    def _shared_output(self, x: Tensor, flag: dict[str, Any]) -> Tensor:
+        assert self.shared is not None
         # `octavo.revert` leaves plain layers here, which take no flag
         flags = {i: dict(flag) for i in (0, 2) if flag and isinstance(self.shared[i], Linear)}
         shared: Tensor = self.shared(x, op_kwargs=flags or None)
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(x).sigmoid().to(shared.dtype)
-        return y + shared
+        return shared
 
     def _losses(self, logits: Tensor, load: Tensor, tokens: Tensor | int | None) -> Tensor:
         loss = logits.new_zeros(())
         if self.aux_loss_coef:
-            loss = loss + self.aux_loss_coef * balance(logits, load, self.top_k, self.score, tokens)
+            loss = loss + self.aux_loss_coef * balance(logits, load, self.top_k, self.score, tokens, self.loss_group)
         if self.z_loss_coef:
-            loss = loss + self.z_loss_coef * z_loss(logits, tokens=tokens)
+            loss = loss + self.z_loss_coef * z_loss(logits, tokens=tokens, group=self.loss_group)
         return loss
 
     def _rows(self, x: Any) -> Tensor:
@@ -367,7 +395,16 @@ class MoE(RecipeOfLayers, nn.Module):
         return {**self.__dict__, "_loss": None}  # a part of the graph of one forward
 
 
-def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any]) -> None:
+def _keep_amaxes(experts: Sequential) -> None:
+    """Have experts of which other ranks have others scaled by their own amaxes, whatever ranks `octavo.step` gets."""
+    for layer in experts:
+        if isinstance(layer, GroupedLinear) and getattr(layer, "ep_group", None) is None:
+            layer.amax_group = ALONE
+
+
+def _check_experts(
+    number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any], tp_group: Any
+) -> None:
     if not is_whole(number) or not 1 <= number <= MAX_GROUPS:
         raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number!r}.")
     if dispatcher is not None:
@@ -379,6 +416,11 @@ def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, 
         )
     if local is not None and (not is_whole(local) or not 1 <= local <= number):
         raise UnsupportedConfig(f"num_local_experts is a number from 1 to num_experts, {number}, got {local!r}.")
+    if tp_group is not None and dispatcher is None:
+        raise UnsupportedConfig(
+            "MoE(tp_group=...) splits the features of experts that stand between a dispatcher's two calls. Pass "
+            "ep_group too, which may have one rank, or a dispatcher."
+        )
     if dispatcher is not None and "fc1_output_storage" in settings:
         raise UnsupportedConfig(_STORAGE_WITH_DISPATCHER)
 

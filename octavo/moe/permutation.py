@@ -19,7 +19,7 @@ from octavo.errors import (
     is_whole,
 )
 from octavo.kernels.permute import MAX_EXPERTS, most_rows
-from octavo.ops.inputs import arrived, check_input, check_layout
+from octavo.ops.inputs import arrived, check_input, check_layout, wanted_gradients
 from octavo.runtime.call import Stage, call, takes_nodes
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # that are moved without a gradient
@@ -180,9 +180,9 @@ def permute(
     else:
         check_input("permute", x)
     _check_tokens("permute, as x,", x, permutation, x.shape[-1] if x.dim() else 0)
-    grads = "x" if torch.is_grad_enabled() and x.requires_grad else ""
-    key = f"permute(tail='{tail}',grads='{grads}')"
-    stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), grads != "")
+    needs = torch.is_grad_enabled() and x.requires_grad
+    key = f"permute(tail='{tail}',wants_dx={needs})"
+    stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), needs)
     return _call(stage, x)[0], permutation
 
 
@@ -228,11 +228,9 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
     experts = None
     if probs is not None:
         probs, experts = _checked_probs("unpermute", probs, permutation), permutation.experts
-    grads = ""
-    if torch.is_grad_enabled():
-        grads = ("x" if rows.requires_grad else "") + ("p" if probs is not None and probs.requires_grad else "")
-    key = f"unpermute(tail='{tail}',grads='{grads}')"
-    return _call(Stage("unpermute", key, (positions, assignments, probs, experts), (), grads != ""), rows)[0]
+    dx, dprobs = wanted_gradients(rows.requires_grad, probs)
+    key = f"unpermute(tail='{tail}',wants_dx={dx},wants_dprobs={dprobs})"
+    return _call(Stage("unpermute", key, (positions, assignments, probs, experts), (), dx or dprobs), rows)[0]
 
 
 def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
@@ -258,9 +256,9 @@ def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
     """
     check_permutation("permute_probs", permutation)
     probs = _checked_probs("permute_probs", probs, permutation)
-    grads = "p" if torch.is_grad_enabled() and probs.requires_grad else ""
+    needs = torch.is_grad_enabled() and probs.requires_grad
     inputs = (permutation.positions, permutation.assignments, permutation.experts)
-    return _call(Stage("permute-probs", f"permute-probs(grads='{grads}')", inputs, (), grads != ""), probs)[0]
+    return _call(Stage("permute-probs", f"permute-probs(wants_dprobs={needs})", inputs, (), needs), probs)[0]
 
 
 def _call(stage: Stage, x: Tensor) -> Sequence[Tensor]:

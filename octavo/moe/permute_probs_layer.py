@@ -15,7 +15,7 @@ from octavo.values import Value, register
 
 @register("permute-probs")
 class Config(Value):
-    grads: str = ""  # "p" if the gradient is wanted
+    wants_dprobs: bool = False
 
 
 class Inputs(NamedTuple):
@@ -42,15 +42,15 @@ class PermuteProbsLayer(Layer):
         return ForwardResult((TensorProto((inputs.assignments.shape[0],), probs.dtype, probs.device),), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        if not config.grads:
+        if not config.wants_dprobs:
             return Saved(None, None, None)
         return Saved(inputs.probs, inputs.positions, inputs.experts)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "p" in config.grads, False, False, False
+        return config.wants_dprobs, False, False, False
 
     def abstract_gradients(self, config: Config, saved: Any, grad: Any) -> tuple[TensorProto | None, ...]:
-        if not config.grads:
+        if not config.wants_dprobs:
             return None, None, None, None
         return TensorProto(tuple(saved[0].shape), grad.dtype, grad.device), None, None, None
 

@@ -7,8 +7,7 @@ from octavo._torch.dispatcher import has_transforms
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import check_whole
 from octavo.moe.router_logits_layer import product
-from octavo.ops.inputs import arrived, check_input
-from octavo.ops.split_layer import check_features
+from octavo.ops.inputs import arrived, check_features, check_input, wanted_gradients
 from octavo.runtime.call import Stage, call, takes_nodes
 from octavo.runtime.contract import DTYPE_NAMES
 
@@ -70,12 +69,10 @@ class Router(nn.Linear):
         plain = x.dtype == weight.dtype == torch.float32 and not _traced_under_autocast(x)
         if plain or _takes_operators():  # float32: autograd makes no other copies
             return product(x.float(), weight.float())
-        wanted = ("x" if x.requires_grad else "") + ("w" if weight.requires_grad else "")
-        grads = wanted if torch.is_grad_enabled() else ""
-        key = (
-            f"router-logits(dtype='{DTYPE_NAMES[x.dtype]}',weight_dtype='{DTYPE_NAMES[weight.dtype]}',grads='{grads}')"
-        )
-        stage = Stage("router-logits", key, (weight,), (), grads != "", self.out_features)
+        dx, dw = wanted_gradients(x.requires_grad, weight)
+        dtypes = f"dtype='{DTYPE_NAMES[x.dtype]}',weight_dtype='{DTYPE_NAMES[weight.dtype]}'"
+        key = f"router-logits({dtypes},wants_dx={dx},wants_dw={dw})"
+        stage = Stage("router-logits", key, (weight,), (), dx or dw, self.out_features)
         return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)[0]
 
 

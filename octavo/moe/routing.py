@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.communication.collectives import total
+from octavo.communication.groups import Group, name_now, size_now
 from octavo.errors import (
     UnsupportedConfig,
     UnsupportedDevice,
@@ -131,17 +133,20 @@ def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) 
     return bins.new_zeros(num_experts + 1).scatter_add(0, bins, torch.ones_like(bins))[:num_experts]
 
 
-def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
+def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, group: Group = None) -> None:
     """Moves the bias of each expert by `rate`, in place: up if the expert had fewer assignments than the mean, down if
     more.
 
     With this bias `route` balances the load without an auxiliary loss. Call it once for each optimizer step, with the
-    counts of all its tokens: sum the counts of microbatches, and reduce those of processes, before.
+    counts of all its tokens: sum the counts of microbatches before, and pass the group of the ranks with other tokens.
 
     Args:
         bias: the bias [E] of `route`, in float32.
         counts: the assignments of each expert [E], such as `MoE.load` or a result of `counts`.
         rate: how far the bias moves, a number from 0 up.
+        group: the ranks whose counts are summed first, as in `octavo.step`, so that all move the bias alike: a
+            ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None, the default, takes the counts as they
+            are.
 
     Raises:
         UnsupportedConfig: the rate is no finite number from 0 up.
@@ -178,6 +183,8 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
     if bias.device != counts.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():
+        if group is not None and size_now(name := name_now(group)) > 1:
+            counts = total(counts, name, "update_bias")
         bias.add_((counts.sum() - counts * counts.shape[0]).sign(), alpha=rate)
 
 

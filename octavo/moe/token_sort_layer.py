@@ -24,7 +24,6 @@ class Config(Value):
     experts: int = 1
     top_k: int = 0  # assignments of a token, if the map is a mask; 0: the map is an index
     align: int = 1  # the rows of each expert are filled up to a multiple
-    grads: str = ""
 
 
 class Inputs(NamedTuple):
@@ -33,8 +32,8 @@ class Inputs(NamedTuple):
 
 
 class TokenSortLayer(Layer):
-    """Sorts assignments by expert. Its extras are sizes [E], positions [..., K], assignments [rows], and of a mask
-    experts [..., K]."""
+    """Sorts assignments by expert. Its auxiliary outputs are sizes [E], positions [..., K], assignments [rows], and
+    of a mask experts [..., K]."""
 
     def outputs(self, config: Config) -> int:
         return 0

@@ -37,7 +37,7 @@ def test_a_recipe_that_a_block_is_assigned_is_that_of_its_layers(make):
 def test_a_recipe_that_one_layer_refuses_changes_none():
     mlp = octavo.LayerNormMLP(32, 48, recipe="fp8-current")
     octavo.quantize_weights(mlp.fc2)
-    with pytest.raises(UnsupportedConfig, match="held as codes"):
+    with pytest.raises(UnsupportedConfig, match="stored as codes"):
         mlp.recipe = "mxfp8"
     with pytest.raises(UnsupportedConfig, match="no-such"):
         mlp.recipe = "no-such"

@@ -12,7 +12,7 @@ from octavo import moe
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from tests.support.linear_oracle import assert_same
 from tests.support.mixtures import D, E, K, T, batch, mixture, step
-from tests.support.routed_experts import NEAR
+from tests.support.recipe_traits import fused_error
 from tests.support.steps import assert_equal, compiled, relative_error
 
 WARNING = "dropped up to 12 assignments of tokens in one forward"
@@ -58,7 +58,7 @@ def test_a_dispatcher_gives_what_the_experts_alone_give(recipe):
     found, want = step(model, *batch()), step(twin, *batch())
     assert_equal(found[:3], want[:3])
     for a, b in zip(found[3:], want[3:], strict=True):
-        assert relative_error(a, b) < NEAR.get(recipe, 1e-5)
+        assert relative_error(a, b) < fused_error(recipe)
     assert model.overflow() == 0
 
 
@@ -134,9 +134,11 @@ def test_a_dispatcher_of_a_user_counts_dropped_slots_and_no_padding(tokens):
 def test_a_step_warns_of_dropped_slots_once():
     model, (x, _) = nn.Sequential(mixture(dispatcher=moe.LocalDispatch(T * K - 12)), mixture()), batch()
     model(x)
-    with pytest.warns(UserWarning, match=f"The MoE at '0' {WARNING}") as told:
+    with pytest.warns(UserWarning, match=f"The MoE at '0' {WARNING}") as warned:
         octavo.step(model)
-    assert len(told) == 1 and "LocalDispatch(capacity=68)" in str(told[0].message) and told[0].filename == __file__
+    assert (
+        len(warned) == 1 and "LocalDispatch(capacity=68)" in str(warned[0].message) and warned[0].filename == __file__
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         octavo.step(model)

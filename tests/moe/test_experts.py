@@ -14,14 +14,15 @@ from octavo import moe
 from octavo.errors import UnsupportedDtype
 from tests.support.experts import same_seed
 from tests.support.linear_oracle import QUANTIZED, assert_same, spiky
-from tests.support.routed_experts import NAMES, NEAR, D, E, K, N, T, batch, experts, step
+from tests.support.recipe_traits import fused_error
+from tests.support.routed_experts import NAMES, D, E, K, N, T, batch, experts, step
 from tests.support.sequentials import FUSED_AT_ONCE, Graphs, fill, recipes
 from tests.support.steps import assert_equal, assert_state, compiled, relative_error
 
 ONE = FUSED_AT_ONCE["fp8-delayed"]
 
 
-def told(model, data):
+def explained(model, data):
     """The report on a call that wants the gradients that `step` asks for."""
     x, indices, probs = data[:3]
     return model.explain(x.clone().requires_grad_(), indices, probs.clone().requires_grad_())
@@ -44,11 +45,11 @@ def in_float64(model, x, indices, probs, dy):
 def test_fused_y_has_the_bits_of_the_operations_and_gradients_are_near(recipe):
     model, twin = experts(recipe), experts(recipe, rules=None)
     data = batch()
-    assert told(model, data).fired == ("experts",)
+    assert explained(model, data).fired == ("experts",)
     found, want = step(model, *data), step(twin, *data)
     assert_same(found[0], want[0])
     for name, a, b in zip(NAMES, found, want, strict=True):
-        assert relative_error(a, b) < NEAR[recipe.split("(")[0]], f"{name}: {relative_error(a, b):.3g}"
+        assert relative_error(a, b) < fused_error(recipe), f"{name}: {relative_error(a, b):.3g}"
 
 
 @recipes(["bf16", "fp8-current", "fp8-block", "mxfp8"])
@@ -78,7 +79,7 @@ def test_odd_routings(recipe, case):
     for a, b in zip(found, want, strict=True):
         assert a.isfinite().all()
         if b.any():
-            assert relative_error(a, b) < NEAR[recipe.split("(")[0]]
+            assert relative_error(a, b) < fused_error(recipe)
         else:
             assert not a.any()
     if case == "dropped assignments":
@@ -89,10 +90,10 @@ def test_odd_routings(recipe, case):
 def test_other_activations(activation):
     model, twin = experts("fp8-block", activation=activation), experts("fp8-block", activation=activation, rules=None)
     data = batch()
-    assert told(model, data).fired == ("experts",)
+    assert explained(model, data).fired == ("experts",)
     found, want = step(model, *data), step(twin, *data)
     assert_same(found[0], want[0])
-    assert all(relative_error(a, b) < NEAR["fp8-block"] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < fused_error("fp8-block") for a, b in zip(found, want, strict=True))
 
 
 def test_leading_dims_are_kept():
@@ -114,11 +115,11 @@ def test_settings(recipe, settings):
     data = batch()
     found, want = step(model, *data), step(twin, *data)
     assert_equal(found[:3], want[:3])
-    assert ("experts" in told(model, data).fired) == ("bias" not in settings)
+    assert ("experts" in explained(model, data).fired) == ("bias" not in settings)
 
 
 def test_a_second_bias_is_refused_in_a_sentence():
-    report = told(experts("fp8-block", bias=True), batch())
+    report = explained(experts("fp8-block", bias=True), batch())
     assert any(r.rule == "experts" and "bias" in r.sentence for r in report.refused)
     assert "grouped-mlp" in report.fired
 
@@ -169,7 +170,7 @@ def test_delayed_scaling_runs_its_first_step_one_by_one_and_then_fuses():
     model = experts("fp8-delayed")
     for seed in range(3):
         data = batch(seed)
-        assert ("experts" in told(model, data).fired) == (seed > 0)
+        assert ("experts" in explained(model, data).fired) == (seed > 0)
         assert all(t.isfinite().all() for t in step(model, *data))
         octavo.step(model)
 
@@ -244,7 +245,7 @@ def test_the_first_fused_step_of_delayed_scaling_is_no_worse_than_others(how):
         for name, a, b in zip(NAMES, step(model, *data, call=call), in_float64(model, *data), strict=True):
             assert relative_error(a, b) < 0.2, f"step {seed}, {name}: {relative_error(a, b):.3g}"
         octavo.step(model)
-    assert told(model, data).fired == ("experts",)
+    assert explained(model, data).fired == ("experts",)
 
 
 def test_a_dropped_slot_has_no_gradient_even_of_nan():
@@ -270,7 +271,7 @@ def test_an_index_that_is_sorted_already(recipe, options):
     assert model.explain(x, permutation, probs).fired == ("experts",)
     found, want = step(model, x, permutation, probs, dy), step(twin, x, permutation, probs, dy)
     assert_same(found[0], want[0])
-    assert all(relative_error(a, b) < NEAR[recipe.split("(")[0]] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < fused_error(recipe) for a, b in zip(found, want, strict=True))
     kept = torch.where(permutation.positions >= 0, indices, -1)
     assert_equal(found[:3], step(experts(recipe), x, kept, probs, dy)[:3])
 
@@ -289,7 +290,7 @@ def test_a_permutation_that_does_not_fit_is_refused():
 
 def test_explain_names_the_rule_that_has_the_operations():
     """Not a condition that holds for the call and was changed by the rule that fired."""
-    report = told(experts("fp8-block"), batch())
+    report = explained(experts("fp8-block"), batch())
     assert {r.rule for r in report.refused} == {"grouped-mlp", "activation-grouped-linear", "grouped-linear-activation"}
     assert all(r.sentence == "experts has taken one of these operations" for r in report.refused)
     assert all(r.by == "experts" for r in report.refused)
@@ -318,8 +319,8 @@ def test_a_copy_runs_as_its_original(way, rules):
     else:
         torch.save(model, file := io.BytesIO())
         twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert told(twin, batch()) == told(model, batch())
-    assert ("experts" in told(twin, batch()).fired) == (rules is not None)
+    assert explained(twin, batch()) == explained(model, batch())
+    assert ("experts" in explained(twin, batch()).fired) == (rules is not None)
     assert_equal(step(twin, *batch(3)), step(model, *batch(3)))
     assert_state(twin, model)
 
@@ -328,7 +329,7 @@ def test_rules_of_the_callers_survive_a_pickle_too():
     model = experts("fp8-block")
     model.rules = ()
     assert pickle.loads(pickle.dumps(model)).rules == ()
-    assert "experts" not in told(pickle.loads(pickle.dumps(model)), batch()).fired
+    assert "experts" not in explained(pickle.loads(pickle.dumps(model)), batch()).fired
 
 
 @pytest.mark.parametrize("settings", [{}, {"single_grouped_weight": False}], ids=str)
@@ -336,8 +337,8 @@ def test_rules_of_the_callers_survive_a_pickle_too():
 def test_experts_built_on_the_meta_device_tell_shapes_and_run_once_they_have_weights(recipe, settings):
     model, twin, data = moe.Experts(E, D, N, recipe=recipe, device="meta", **settings), experts(recipe), batch()
     empty = [t.to("meta") for t in data]
-    assert told(model, empty).fired == ("experts",)
-    assert told(model, empty).saved_tensors == told(twin, data).saved_tensors
+    assert explained(model, empty).fired == ("experts",)
+    assert explained(model, empty).saved_tensors == explained(twin, data).saved_tensors
     x = empty[0].requires_grad_()
     y = model(x, *empty[1:3])
     y.backward(empty[3])
@@ -380,10 +381,10 @@ def test_one_expert_and_more_than_there_are_tokens(recipe, number, assignments):
     twin.rules = None
     x, dy = spiky(19, 33, seed=1), spiky(19, 33, seed=2)
     indices, probs = torch.arange(19 * assignments).view(19, assignments) * 13 % number, torch.rand(19, assignments)
-    assert "experts" in told(model, (x, indices, probs)).fired
+    assert "experts" in explained(model, (x, indices, probs)).fired
     found, want = step(model, x, indices, probs, dy), step(twin, x, indices, probs, dy)
     assert_same(found[0], want[0])
-    assert all(relative_error(a, b) < NEAR[recipe] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < fused_error(recipe) for a, b in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("what", ["x", "probs", "dy"])
@@ -405,7 +406,7 @@ def test_an_index_out_of_range_drops_as_minus_one_does():
     odd, dropped = indices.clone(), indices.clone()
     odd[0, 0], odd[1, 1], odd[2, 0], odd[5] = E, 2**31 + 1, -(2**40), torch.tensor([-7, 2**32])
     dropped[0, 0] = dropped[1, 1] = dropped[2, 0] = dropped[5] = -1
-    probs[dropped < 0] = float("nan")  # of a slot that is dropped nothing is read
+    probs[dropped < 0] = float("nan")  # of a assignment that is dropped nothing is read
     found = step(model, x, moe.sort(odd, E), probs, dy)
     assert_equal(found, step(twin, x, dropped, probs, dy))
     assert all(t.isfinite().all() for t in found)
@@ -448,7 +449,7 @@ def test_autocast_casts_for_each_layer():
     x, indices, probs, dy = batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = step(model, x, indices, probs, dy.bfloat16())
-        report = told(model, (x, indices, probs))
+        report = explained(model, (x, indices, probs))
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     assert "experts" not in report.fired and any("autocast" in text for text in report.alone)
     for name, a, b in zip(NAMES, found, in_float64(model, x, indices, probs, dy), strict=True):

@@ -188,12 +188,12 @@ def test_without_the_rule_the_output_of_fc1_is_kept_as_it_is(case):
     settings = {"bias": case == "a bias", "rules": None if case == "no rules" else ()}
     model, twin = stored(recipe, **settings), experts(recipe, **settings)
     data = batch()
-    told, want = model.explain(*data[:3]), twin.explain(*data[:3])
-    assert "experts" not in told.fired
-    assert told.saved_tensors == want.saved_tensors
+    explanation, want = model.explain(*data[:3]), twin.explain(*data[:3])
+    assert "experts" not in explanation.fired
+    assert explanation.saved_tensors == want.saved_tensors
     assert_equal(step(model, *data), step(twin, *data))
     if case != "no rules":
-        (why,) = [r.sentence for r in told.refused if r.rule == "experts"]
+        (why,) = [r.sentence for r in explanation.refused if r.rule == "experts"]
         (plain,) = [r.sentence for r in want.refused if r.rule == "experts"]
         assert why == f"{plain}; the output of fc1 is kept unquantized"
 
@@ -201,8 +201,8 @@ def test_without_the_rule_the_output_of_fc1_is_kept_as_it_is(case):
 def test_delayed_scaling_stores_codes_from_its_first_fused_step_on():
     model = stored("fp8-delayed")
     for seed in range(2):
-        told = model.explain(*batch(seed)[:3])
-        assert (told.saved_tensors[2].activations == T * K * (2 * N + 4)) == (seed > 0)
+        explanation = model.explain(*batch(seed)[:3])
+        assert (explanation.saved_tensors[2].activations == T * K * (2 * N + 4)) == (seed > 0)
         step(model, *batch(seed))
         octavo.step(model)
 

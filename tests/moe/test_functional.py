@@ -90,7 +90,6 @@ TWO = torch.tensor([1, 3])
 REFUSED = {
     "delayed": (UnsupportedConfig, "keeps nothing", (X, W, TWO), {"recipe": "fp8-delayed"}),
     "stochastic": (UnsupportedConfig, "stochastic=False", (X, W, TWO), {"recipe": "nvfp4"}),
-    "dequantized": (UnsupportedConfig, "backward=", (X, W, TWO), {"recipe": "fp8-block(backward='dequantized')"}),
     "a tail": (UnsupportedConfig, "tail", (X, W, TWO), {"tail": "nan"}),
     "sizes": (UnsupportedShape, "sizes must have one size for each of the 2 groups", (X, W, TWO[:1]), {}),
     "features": (UnsupportedShape, r"\[\.\.\., 8\]", (X[:, :4], W, TWO), {}),

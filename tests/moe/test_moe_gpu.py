@@ -180,11 +180,11 @@ def test_a_warning_of_dropped_slots_comes_without_waiting():
         step(model, x, dy)
     model.overflow()
     model(x)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with no_waiting():
             octavo.step(model)
         torch.cuda.synchronize()
         octavo.step(model)  # the copy has arrived, if not before
-    assert len([w for w in told if "dropped up to 12 assignments" in str(w.message)]) == 1
+    assert len([w for w in warned if "dropped up to 12 assignments" in str(w.message)]) == 1
     assert model.overflow() == 12

@@ -24,11 +24,15 @@ def experts(**settings):
 
 every = pytest.mark.parametrize("make", [mixture, dispatched, experts])
 PARALLEL = {"parallel_mode": "column", "tp_group": None, "column_blocks": 2, "sequence_parallel": True,
-            "gather_again": False}  # fmt: skip
+            "gather_again": False, "ep_group": None}  # fmt: skip
+OF_A_MIXTURE = {"tp_group", "ep_group"}
 
 
-@every
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(make, name) for make in (mixture, dispatched, experts) for name in PARALLEL
+     if make is experts or name not in OF_A_MIXTURE],
+)  # fmt: skip
 def test_a_split_over_ranks_is_refused_with_the_way_to_one(make, name):
     title = "Experts" if make is experts else "MoE"
     with pytest.raises(UnsupportedConfig, match=rf"^{title}\({name}=...\): .*octavo.GroupedLinear\(parallel_mode"):
@@ -41,7 +45,8 @@ def test_an_unknown_setting_lists_those_of_the_mixture_and_of_its_layers(make):
         make(colour=1)
     text = str(error.value)
     listed = text.split("It takes ")[1].rstrip(".").replace(", and of octavo.GroupedLinear: ", ", ").split(", ")
-    assert len(set(listed)) == len(listed) and not set(PARALLEL) & set(listed)
+    assert len(set(listed)) == len(listed) and not (set(PARALLEL) - OF_A_MIXTURE) & set(listed)
+    assert OF_A_MIXTURE & set(listed) == (set() if make is experts else OF_A_MIXTURE)
     assert {"recipe", "dtype", "activation", "keep_weight_codes", "tail"} <= set(listed)
     assert ("top_k" in listed) == (make is not experts)
     assert ("fc1_output_storage" in listed) == (make is not dispatched)
@@ -61,6 +66,49 @@ def test_settings_reach_the_layers(make):
     model = make(keep_weight_codes=False, bias=True, strict=False)
     layers = (model if make is experts else model.experts).fc1
     assert not layers.keep_weight_codes and not layers.strict and layers.bias is not None
+
+
+def test_features_are_split_with_a_dispatcher_alone():
+    with pytest.raises(UnsupportedConfig, match=r"^MoE\(tp_group=...\) .* Pass ep_group too"):
+        mixture(tp_group="")
+
+
+def test_ranks_of_experts_are_given_once():
+    for given in ({"dispatcher": octavo.moe.LocalDispatch()}, {"num_local_experts": 2}):
+        with pytest.raises(UnsupportedConfig, match=r"^MoE\(ep_group=...\) makes a dispatcher"):
+            mixture(ep_group="", **given)
+    assert mixture(ep_group="").dispatcher is None  # one rank
+
+
+REFUSED_RANKS = {
+    "a capacity for exact numbers": ({"capacity": 4, "engine": "all-to-all"}, "capacity=4. is a number of rows for"),
+    "no number of rows": ({"capacity": -1}, "capacity is a number of rows, from 0 up, got -1"),
+    "an unknown engine": ({"engine": "nccl"}, "ExpertParallel.engine"),
+    "an unknown payload": ({"payload": "fp8"}, "ExpertParallel.payload"),
+    "no group": ({"group": "elsewhere"}, "'elsewhere'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_RANKS)
+def test_settings_of_ranks_are_checked_at_once(case):
+    settings, message = REFUSED_RANKS[case]
+    with pytest.raises(UnsupportedConfig, match=message):
+        moe.ExpertParallel(**settings)
+
+
+NO_CODES = {
+    "bf16": "bf16 does not quantize x",
+    "fp8-delayed": "fp8-delayed remembers a scale for each expert, on the rank of the expert alone",
+    "nvfp4": "rows of x that nv quantizes do not have scales of their own",
+    "fp8-rowwise(wgrad='bf16')": "dw has no quantizer for the columns of x",
+}
+
+
+@pytest.mark.parametrize("recipe", NO_CODES)
+def test_codes_of_rows_that_do_not_travel_are_refused(recipe):
+    model = mixture(dispatcher=moe.ExpertParallel(payload="codes"), recipe=recipe)
+    with pytest.raises(UnsupportedConfig, match=rf"payload='codes'\): {NO_CODES[recipe]}.* Use payload='auto' or"):
+        model(torch.randn(6, 32))
 
 
 def test_the_storage_reaches_experts_without_a_dispatcher():

@@ -51,10 +51,10 @@ def plain_step(layer, x, dy, sizes):
 
 def coded_step(layer, recipe, x, dy, sizes):
     layer.zero_grad()
-    leaf, slot = x.clone().requires_grad_(), GradientCodes()
+    leaf, gradient_codes = x.clone().requires_grad_(), GradientCodes()
     x_codes, dy_codes = coded(recipe, leaf, dy, sizes)
-    y = layer(x_codes, dy_codes=slot)
-    Combine.apply(y, slot, dy_codes).backward(torch.zeros_like(dy))
+    y = layer(x_codes, dy_codes=gradient_codes)
+    Combine.apply(y, gradient_codes, dy_codes).backward(torch.zeros_like(dy))
     return y.detach(), leaf.grad, layer.weight.grad
 
 

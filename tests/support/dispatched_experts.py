@@ -66,7 +66,8 @@ def dispatched(registry, **flags):
     return wrapper
 
 
-def _registry():
+def registry_now():
+    """The registry of the package that is imported now."""
     import sys
 
     return sys.modules[PACKAGE].ALL_EXPERTS_FUNCTIONS
@@ -96,7 +97,7 @@ class Loop(nn.Module):
         return y
 
 
-@dispatched(_registry)
+@dispatched(registry_now)
 class Gated(Loop):
     """Experts with a gate: MixtralExperts and most others."""
 
@@ -105,7 +106,7 @@ class Gated(Loop):
         return self.act_fn(gate) * up
 
 
-@dispatched(_registry, has_gate=False)
+@dispatched(registry_now, has_gate=False)
 class Ungated(Loop):
     """Experts without a gate."""
 
@@ -147,7 +148,7 @@ def call(seed=0, tokens=48, hidden=64, experts=4, dtype=torch.float32):
 
 
 def gradients(function, parameters, arguments, dy):
-    """y, and the gradients of x, of the weights of slots, and of the parameters."""
+    """y, and the gradients of x, of the weights of assignments, and of the parameters."""
     y = function(*arguments)
     return [y.detach(), *torch.autograd.grad(y, [arguments[0], arguments[2], *parameters], dy.to(y.dtype))]
 
