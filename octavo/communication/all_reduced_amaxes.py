@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.recipes import Recipe
-from octavo.scaling.cast_arguments import cast_args
+from octavo.scaling.delayed_scaling import cast_args
 
 WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
 

@@ -19,31 +19,31 @@ Specs = Sequence[Quantizer | None]  # x's row and column, w's row and column
 
 
 def agree(
-    layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, side: Any, grads: str,
+    layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, side: Any, needs_dw: bool,
     as_nodes: bool, splits: Tensor | None = None,
-) -> tuple[str, Parts]:  # fmt: skip
-    """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes: row's and
+) -> tuple[bool, bool, Parts]:  # fmt: skip
+    """Return whether the amaxes of x and of w are reduced over the ranks in a call, and these amaxes: row's and
     column's of each. x is None if it arrived as codes; `side` is the weight's part in the call, a `WeightSide`. With
     the `splits` of a grouped layer, there is an amax for each group."""
     quant, delayed, measured = recipe.linear(), recipe.stateful, side.measured
     specs: list[Quantizer | None] = [None] * 4
-    letters = ""
-    if parallel.mode == "row" and x is not None and (not delayed or "x" in measured):
-        column = quant.wgrad.right if "w" in grads else None
+    of_x = of_w = False
+    if parallel.mode == "row" and x is not None and (not delayed or measured.x):
+        column = quant.wgrad.right if needs_dw else None
         specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
-        letters += "x" if any([spec is not None for spec in specs]) else ""
-    if side.weight == "plain" and (not delayed or "w" in measured):
+        of_x = any([spec is not None for spec in specs])
+    if side.weight == "plain" and (not delayed or measured.w):
         specs[2:] = _weight_specs(recipe)
-        letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
-    if not letters:
-        return "", ()
-    like = weight if x is None or "x" not in letters else x
-    if splits is not None and "x" not in letters:
+        of_w = any([spec is not None for spec in specs[2:]])
+    if not of_x and not of_w:
+        return False, False, ()
+    like = weight if x is None or not of_x else x
+    if splits is not None and not of_x:
         splits = weight  # sizes are not read; inside of a run they may be unknown
     # a quantized weight has no memory to measure
-    found = largest_of(layer, parallel.group, specs, like, weight if "w" in letters else like, as_nodes, splits)
+    found = largest_of(layer, parallel.group, specs, like, weight if of_w else like, as_nodes, splits)
     parts = _each(found, 1 if splits is None else splits.shape[0])
-    return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
+    return of_x, of_w, parts[0 if of_x else 2 : 4 if of_w else 2]
 
 
 def all_reduced_weight(

@@ -154,7 +154,7 @@ def largest(amaxes: Tensor, group: str, where: str) -> Tensor:
     int32. Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last."""
     if amaxes.dtype == torch.float32:
         amaxes = torch.where(amaxes.isnan(), float("inf"), amaxes)
-    return _sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")
+    return sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")
 
 
 # -- without gradients -------------------------------------------------------------------------------------------------
@@ -162,18 +162,18 @@ def largest(amaxes: Tensor, group: str, where: str) -> Tensor:
 
 def gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
     """Concatenate the rows of all ranks."""
-    return _sent("all-gather", all_gather_into_tensor, where, group, x.contiguous(), size)
+    return sent("all-gather", all_gather_into_tensor, where, group, x.contiguous(), size)
 
 
 def scatter_sum(x: Tensor, size: int, group: str, where: str) -> Tensor:
     """Sum over ranks, and return this rank's part of the rows."""
     check_divides(x.shape, size, where)
-    return _sent("reduce-scatter", reduce_scatter_tensor, where, group, x.contiguous(), "sum", size)
+    return sent("reduce-scatter", reduce_scatter_tensor, where, group, x.contiguous(), "sum", size)
 
 
 def total(x: Tensor, group: str, where: str) -> Tensor:
     """Sum over ranks."""
-    return _sent("all-reduce", all_reduce_operator, where, group, x.contiguous(), "sum")
+    return sent("all-reduce", all_reduce_operator, where, group, x.contiguous(), "sum")
 
 
 def check_rows(shape: tuple[int, ...], where: str) -> None:
@@ -205,8 +205,8 @@ def refuse_gloo(device: torch.device, group: str, where: str) -> bool:
     return False
 
 
-def _sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings: Any) -> Tensor:
-    """Run a collective on x and wait for its result."""
+def sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings: Any) -> Tensor:
+    """Run a functional collective on x and wait for its result."""
     if x.is_cuda:
         refuse_gloo(x.device, group, where)
     if torch.compiler.is_compiling():
@@ -215,11 +215,12 @@ def _sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings
     try:
         found = wait_tensor(operator(x, *settings, registered_name(group)))
     except RuntimeError as error:
-        raise CollectiveFailed(_failure(kind, where, group, x, error)) from error
+        raise CollectiveFailed(failure(kind, where, group, x, error)) from error
     return found
 
 
-def _failure(kind: str, where: str, group: str, x: Tensor, error: RuntimeError) -> str:
+def failure(kind: str, where: str, group: str, x: Tensor, error: RuntimeError) -> str:
+    """Return who waited in a collective, for what and for whom, when it failed."""
     lines = str(error).strip().splitlines()
     return (
         f"{where} waited in {kind} of {x.dtype} {tuple(x.shape)}, as rank {rank_of(group)} of {size_of(group)} in the "

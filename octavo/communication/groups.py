@@ -5,7 +5,7 @@ looked up at each call, so that one that was destroyed and made again, under the
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT = ""  # the name of the default group, whatever torch calls it
+ALONE = "alone"  # in place of a group's name: no other rank has the layer
 # a group, its name, a mesh of one dim or (mesh, dim); None: the default group
 Group: TypeAlias = "ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | str | None"
 
@@ -43,7 +44,7 @@ def name_of(group: Any) -> str:
     if not isinstance(name, str) or not _is_registered(name, group):
         raise UnsupportedConfig(
             f"A group is a ProcessGroup that torch.distributed has registered, its name, a DeviceMesh of one dim or "
-            f"(mesh, dim); got {_shown(group)}, which graphs could not find by name. Make it with "
+            f"(mesh, dim); got {_described(group)}, which graphs could not find by name. Make it with "
             "torch.distributed.new_group or init_device_mesh."
         )
     return name
@@ -100,9 +101,41 @@ def ranks_in(name: str) -> list[int]:
     return list(dist.get_process_group_ranks(process_group(name)))
 
 
+_split: "WeakSet[Any]" = WeakSet()  # layers that are split over ranks
+
+
+def note_split(layer: Any) -> None:
+    """Note a layer that may be split over ranks, which then compute parts of the same rows."""
+    _split.add(layer)
+
+
+def replica() -> int:
+    """Return a number that the ranks with this process's rows have in common, and other ranks have not: the lowest of
+    their ranks. Layers that all of them have must then round alike; 0 in a single process."""
+    if not _is_initialized():
+        return 0
+    names = {layer.parallel.group for layer in list(_split) if layer.parallel is not None}
+    groups = [group for name in names if (group := _found(name)) is not None]
+    return min([int(dist.get_rank()), *[min(dist.get_process_group_ranks(group)) for group in groups]])
+
+
+def _found(name: str) -> Any:
+    """Return the group of this name; None if it was destroyed."""
+    try:
+        return process_group(name)
+    except UnsupportedConfig:
+        return None
+
+
 def registered_name(name: str) -> str:
     """Return the name by which torch's operators find the group: that of the default group too."""
     return str(process_group(name).group_name)
+
+
+@while_tracing
+def name_now(group: Any) -> str:
+    """`name_of`, also while a compiler traces: a constant of the graph."""
+    return name_of(group)
 
 
 @while_tracing
@@ -134,7 +167,7 @@ def _is_mesh(group: Any) -> bool:
 
 def _of_mesh(mesh: Any, dim: Any) -> Any:
     if not _is_mesh(mesh):
-        raise UnsupportedConfig(f"A group given as a pair is (DeviceMesh, dim), got {_shown(mesh)} and {dim!r}.")
+        raise UnsupportedConfig(f"A group given as a pair is (DeviceMesh, dim), got {_described(mesh)} and {dim!r}.")
     try:
         return mesh.get_group(dim)
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
@@ -145,5 +178,5 @@ def _of_mesh(mesh: Any, dim: Any) -> Any:
         ) from error
 
 
-def _shown(group: Any) -> str:
+def _described(group: Any) -> str:
     return f"a {type(group).__name__}"

@@ -17,7 +17,7 @@ from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tensors import is_dtensor
 from octavo.communication import collectives
-from octavo.communication.groups import rank_of, size_of
+from octavo.communication.groups import note_split, rank_of, size_of
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import Recipe
@@ -32,6 +32,7 @@ def number_layer(layer: Any) -> None:
         kind = layer.parallel.group, f"{layer.parallel.mode} {layer.op_describe()}"
         _MADE[kind] += 1
         layer._number = kind, _MADE[kind]
+        note_split(layer)
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None) -> None:
@@ -43,8 +44,8 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: 
         return
     own = (
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"column_blocks={parallel.blocks}, weight {_shown(weight)}, bias {_shown(bias)}"
-        f"{', returned' if getattr(layer, 'return_bias', False) else ''}, x {_shown(x)}"
+        f"column_blocks={parallel.blocks}, weight {_described(weight)}, bias {_described(bias)}"
+        f"{', returned' if getattr(layer, 'return_bias', False) else ''}, x {_described(x)}"
         f"{_wanted(parallel, x, weight, bias)}{_unknown_scales(layer, recipe)}"
     )
     shared: list[Tensor] = []
@@ -61,8 +62,13 @@ def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor 
         return
     rule = f"All {size_of(group)} ranks have the parameters of {norm.op_describe()} in common"
     way_out = "Build the same norm on all ranks."
-    own = f"its parameters as {', '.join([_shown(p) for p in parameters])}"
+    own = f"its parameters as {', '.join([_described(p) for p in parameters])}"
     _compare(norm, group, x, rule, own, way_out, [p for p in parameters if p is not None])
+
+
+def check_alike(module: Any, group: str, x: Any, rule: str, own: str, way_out: str) -> None:
+    """Raise if other ranks describe their call of a module in other words than `own`."""
+    _compare(module, group, x, rule, own, way_out, [])
 
 
 def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str, shared: Sequence[Tensor]) -> None:
@@ -109,7 +115,7 @@ def _digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return found
 
 
-def _shown(tensor: Any) -> str:
+def _described(tensor: Any) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 

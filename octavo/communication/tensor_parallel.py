@@ -50,7 +50,7 @@ class Parallel(NamedTuple):
         """The number of ranks, a constant where a compiler traces. Raises if the layer was made for another number."""
         return _size_now(self.group, self.ranks, self.mode)
 
-    def shown(self) -> str:
+    def describe(self) -> str:
         """The settings, as a layer prints them."""
         group = f", tp_group={self.group!r}" if self.group else ""
         return f"parallel_mode={self.mode!r}, sequence_parallel={self.sequence}{group}"
@@ -118,6 +118,17 @@ def local_sizes(title: str, parallel: Parallel | None, in_features: int, out_fea
     return (in_features, part) if parallel.mode == "column" else (part, out_features)
 
 
+def groups_of_rank(group: str, number: int) -> range:
+    """Return which of `number` groups of rows this rank has: equally many on each."""
+    size, rank = size_of(group), rank_of(group)
+    if number % size:
+        raise UnsupportedShape(
+            f"GroupedLinear(ep_group=...) gives each rank equally many groups, and {number} do not divide by the "
+            f"{size} ranks. Change num_groups, or the ranks of the group."
+        )
+    return range(rank * (number // size), (rank + 1) * (number // size))
+
+
 def own_part(whole: Tensor, parallel: Parallel, dim: int) -> Tensor:
     """Return this rank's part of a tensor along a dim: of each block of output features, where there are several."""
     size, rank = size_of(parallel.group), rank_of(parallel.group)
@@ -164,7 +175,7 @@ def _gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
     return GatherPlan("", tuple([height for height in heights if height not in (None, 1)]), has_columns)
 
 
-def told(parallel: Parallel, recipe: Recipe) -> str:
+def describe_communication(parallel: Parallel, recipe: Recipe) -> str:
     """Return what a layer that is split sends when it trains, in words."""
     title = f"its {'output' if parallel.mode == 'column' else 'input'} features are split over {parallel.size()} ranks"
     if not parallel.sequence:
@@ -311,20 +322,20 @@ def _cast(
     """Cast this rank's rows. Returns the tensors of row codes and of column codes."""
     scaling, delayed = layer._scaling, recipe.stateful
     observe = delayed and layer.training and torch.is_grad_enabled() and not process.dry
-    measured = scaling.measures("codes", "", False) if delayed and scaling.uncalibrated else ""
+    measures = delayed and scaling.uncalibrated != "" and scaling.measures(True, False, False).x
     quant = recipe.linear()
     row, column = quant.fprop.left, quant.wgrad.right if has_columns else None
     assert row is not None
     each = column if column is not None and column.block == (1, None) else None
     all_reduced: Parts = ()
     columns: Parts = ()
-    whole = [spec if scales_whole(spec) and (not delayed or measured) else None for spec in (row, column)]
+    whole = [spec if scales_whole(spec) and (not delayed or measures) else None for spec in (row, column)]
     if each is not None or any([spec is not None for spec in whole]):
         found = largest_of(layer, parallel.group, (*whole, None, None), x, x, as_nodes, each=each)
         all_reduced = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
-    key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measured='{measured}')"
-    scales, amaxes = scaling.of_call(layer, measured, observe) if delayed else ((), ())
+    key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measures_x={measures})"
+    scales, amaxes = scaling.of_call(layer, measures, observe) if delayed else ((), ())
     _, *parts = call(Stage("shard-cast", key, (scales, amaxes, all_reduced, columns), (), False), x, as_nodes)
     number = 3 if row.two_level else 2
     return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)])

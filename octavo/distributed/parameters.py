@@ -1,15 +1,17 @@
-"""DTensor parameters for layers that were built with `parallel_mode`."""
+"""DTensors of parameters: of layers that were built with `parallel_mode`, and of experts in a state dict."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from octavo.communication.groups import name_of, ranks_in
+from octavo.communication.groups import name_of, process_group, ranks_in, size_of
 from octavo.communication.tensor_parallel import size_of_mesh
 from octavo.errors import UnsupportedConfig
+from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.linear import Linear
 
 
@@ -54,3 +56,41 @@ def keep_dtensors(layer: Linear, mode: str, mesh: DeviceMesh, make: Callable[...
         whole = make(parameter.detach(), mesh, [placement])
         layer.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
     layer.keeps_dtensors = True
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, with a DTensor for each parameter of experts that are split over ranks.
+
+    `torch.distributed.checkpoint` saves it, and loads into it in place: it then knows which experts each rank has, so
+    that a checkpoint of four ranks loads on two, on one, and into `state_dict()` of a model without ranks. Each DTensor
+    shares the memory of its parameter.
+
+    Args:
+        model: a module with an `octavo.MoE(..., ep_group=...)`, or a `GroupedLinear(..., ep_group=...)`.
+
+    Returns:
+        The state dict; other entries are those of `model.state_dict()`.
+
+    Raises:
+        UnsupportedConfig: a parameter of split experts is a DTensor already, such as one of FSDP2.
+    """
+    state: dict[str, Any] = model.state_dict()
+    for path, layer in model.named_modules():
+        if not isinstance(layer, GroupedLinear) or layer.ep_group is None or size_of(layer.ep_group) == 1:
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            key = f"{path}.{name}" if path else name
+            if isinstance(parameter, DTensor):
+                raise UnsupportedConfig(
+                    f"{key} is a DTensor of {parameter.device_mesh}, and its experts are split over ranks besides. "
+                    "Save get_model_state_dict of each rank's own experts, or gather them first: fully_shard's "
+                    "module.unshard()."
+                )
+            if name not in ("weight", "bias"):
+                raise UnsupportedConfig(
+                    f"{key} is one of many parameters, whose names begin at 0 on each rank. Build the layer with "
+                    "single_grouped_weight=True and single_grouped_bias=True."
+                )
+            mesh = DeviceMesh.from_group(process_group(layer.ep_group), parameter.device.type)
+            state[key] = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+    return state

@@ -1,8 +1,12 @@
-"""Ranks that differ in what they must share: settings, parameters, the order of layers. They are told, once."""
+"""Ranks that differ in what they must share: settings, parameters, the order of layers. They raise, once."""
+
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
@@ -36,8 +40,8 @@ def _one_bias(group, rank, mode, kind, in_a_run):
     ("kind", "in_a_run"), [("none", False), ("none", True), ("dtype", True), ("weight", False), ("returned", False)]
 )
 def test_a_parameter_on_one_rank_alone_is_refused(ranks, mode, kind, in_a_run):
-    for rank, told in enumerate(ranks.run(_one_bias, mode, kind, in_a_run, size=2)):
-        assert f"must call it alike. Rank {rank} has fp8-block" in told and f"rank {1 - rank} differs" in told
+    for rank, text in enumerate(ranks.run(_one_bias, mode, kind, in_a_run, size=2)):
+        assert f"must call it alike. Rank {rank} has fp8-block" in text and f"rank {1 - rank} differs" in text
 
 
 def _one_grouped_bias(group, rank, mode):
@@ -47,8 +51,8 @@ def _one_grouped_bias(group, rank, mode):
 
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_a_bias_of_experts_on_one_rank_alone_is_refused(ranks, mode):
-    for told in ranks.run(_one_grouped_bias, mode, size=2):
-        assert "must call it alike" in told and "bias" in told
+    for text in ranks.run(_one_grouped_bias, mode, size=2):
+        assert "must call it alike" in text and "bias" in text
 
 
 def _one_state(group, rank):
@@ -73,24 +77,24 @@ def test_scaling_state_that_one_rank_alone_has_is_refused(ranks):
 def _other_bias(group, rank, kind):
     """A bias of a row layer, which all ranks add, with other values on rank 1."""
     if kind == "linear":
-        layer, extras = octavo.Linear(K, N, recipe="fp8-block", parallel_mode="row", tp_group=group), ()
+        layer, extra_inputs = octavo.Linear(K, N, recipe="fp8-block", parallel_mode="row", tp_group=group), ()
     else:
         single = kind == "experts"
         layer = octavo.GroupedLinear(
             2, K, N, recipe="fp8-block", parallel_mode="row", tp_group=group, single_grouped_bias=single
         )
-        extras = (torch.tensor([3, 5]),)
+        extra_inputs = (torch.tensor([3, 5]),)
     bias = list(layer.named_parameters())[-1][1]
     with torch.no_grad():
         bias.view(-1)[-1] += rank
-    refused = message(layer, x_of("row"), *extras)
+    refused = message(layer, x_of("row"), *extra_inputs)
     with torch.no_grad():
         bias.view(-1)[-1] -= rank
         bias.copy_(bias.round(decimals=2))
-    after = layer(x_of("row"), *extras).shape
+    after = layer(x_of("row"), *extra_inputs).shape
     with torch.no_grad():
         bias.view(-1)[-1] += rank
-    layer(x_of("row"), *extras)  # it is asked once
+    layer(x_of("row"), *extra_inputs)  # it is asked once
     return refused, after
 
 
@@ -124,8 +128,8 @@ def _other_norm(group, rank, kind):
 
 @pytest.mark.parametrize("kind", ["own", "mlp", "mlp, sequence", "linear", "linear, sequence"])
 def test_a_norm_that_differs_between_ranks_is_refused(ranks, kind):
-    for rank, told in enumerate(ranks.run(_other_norm, kind, size=2)):
-        assert "LayerNorm" in told and f"their values on rank {1 - rank} are not those on rank {rank}" in told
+    for rank, text in enumerate(ranks.run(_other_norm, kind, size=2)):
+        assert "LayerNorm" in text and f"their values on rank {1 - rank} are not those on rank {rank}" in text
 
 
 # -- the order of layers -----------------------------------------------------------------------------------------------
@@ -151,18 +155,18 @@ def _other_order(group, rank, kind):
         first(x_of("column")), second(x_of("column"))
     if kind != "one more" and rank == 1:
         first, second = second, first
-    told = message(first, x_of("column")), message(second, x_of("column"))
+    text = message(first, x_of("column")), message(second, x_of("column"))
     if kind == "one more" and rank == 1:
         made()  # so that later jobs of this process count alike
-    return told
+    return text
 
 
 @pytest.mark.parametrize("kind", ["first", "later", "named"])
 def test_layers_of_one_shape_in_another_order_are_refused(ranks, kind):
     for found in ranks.run(_other_order, kind, size=2):
-        for told in found:
-            assert "is split over 2 ranks, which must call it alike" in told
-            assert ("at '" if kind == "named" else "such layers that it has made") in told
+        for text in found:
+            assert "is split over 2 ranks, which must call it alike" in text
+            assert ("at '" if kind == "named" else "such layers that it has made") in text
 
 
 def test_a_rank_that_made_more_layers_calls_them_as_it_likes(ranks):
@@ -202,3 +206,32 @@ def test_a_norm_asks_once_and_a_graph_never(ranks):
     for counts, asked_in_a_graph in ranks.run(_sent, size=2):
         assert counts == [3, 2, 2]  # on a CPU a Linear asks at each call
         assert not asked_in_a_graph
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _steps(group, rank, when):
+    """The warnings of a step of an optimizer, made before or after `fully_shard`, and whether the weights moved."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = nn.Sequential(octavo.Linear(K, N, recipe="fp8-block"), nn.LayerNorm(N), octavo.Linear(N, N))
+    made = {}
+    for moment in ("before", "after"):
+        if moment == when:
+            made["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if moment == "before":
+            fully_shard(model, mesh=mesh)
+    before = model[0].weight.full_tensor().clone()
+    model(torch.ones(TOKENS, K)).square().sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made["optimizer"].step()
+        made["optimizer"].step()
+    return [str(one.message) for one in caught], not torch.equal(before, model[0].weight.full_tensor())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_made_before_fully_shard_is_told(ranks, when):
+    for texts, moved in ranks.run(_steps, when, size=2):
+        assert moved == (when == "after") and len(texts) == (when == "before")
+        assert not texts or "Make it after fully_shard" in texts[0]

@@ -53,9 +53,9 @@ def _by_a_plan(group, rank):
 def test_halves_on_different_ranks_are_refused(ranks):
     for found in ranks.run(_by_a_plan, size=2):
         assert "has 2 blocks of output features, each of which is split" in found.pop("block")
-        for name, told in found.items():
-            assert "SwiGLU pairs the two halves of x's last dim" in told, (name, told)
-            assert "column_blocks=2" in told
+        for name, text in found.items():
+            assert "SwiGLU pairs the two halves of x's last dim" in text, (name, text)
+            assert "column_blocks=2" in text
 
 
 def _by_a_constructor(group, rank):
@@ -81,8 +81,8 @@ def _by_a_constructor(group, rank):
 
 def test_every_way_to_a_gated_activation_is_refused(ranks):
     for found in ranks.run(_by_a_constructor, size=2):
-        for name, told in found.items():
-            assert "pairs the two halves of x's last dim" in told, (name, told)
+        for name, text in found.items():
+            assert "pairs the two halves of x's last dim" in text, (name, text)
 
 
 def experts(group, blocks, activation=None, bias=False):
@@ -108,8 +108,8 @@ def _experts(group, rank):
 
 def test_experts_whose_halves_are_on_different_ranks_are_refused(ranks):
     for found in ranks.run(_experts, size=2):
-        for name, told in found.items():
-            assert "ScaledSwiGLU pairs the two halves of x's last dim" in told, (name, told)
+        for name, text in found.items():
+            assert "ScaledSwiGLU pairs the two halves of x's last dim" in text, (name, text)
 
 
 def _blocks_that_stay(group, rank):
@@ -125,8 +125,8 @@ def _blocks_that_stay(group, rank):
 
 def test_blocks_that_a_row_layer_or_attention_takes_for_others_are_refused(ranks):
     for row, by_hand, heads in ranks.run(_blocks_that_stay, size=2):
-        for told in (row, by_hand):
-            assert "takes adjacent features of one block, and each rank has a part of 2 blocks" in told
+        for text in (row, by_hand):
+            assert "takes adjacent features of one block, and each rank has a part of 2 blocks" in text
         assert "RotaryAttention takes q, k and v side by side" in heads and "column_blocks=3" in heads
 
 
@@ -163,9 +163,9 @@ def test_a_gate_and_an_up_projection_in_one_weight_need_dtensors(ranks):
 # -- what is right -----------------------------------------------------------------------------------------------------
 
 
-def trained(model, x, *extras):
+def trained(model, x, *extra_inputs):
     leaf = x.clone().requires_grad_()
-    y = model(leaf, *extras)
+    y = model(leaf, *extra_inputs)
     y.sum().backward()
     return y.detach(), leaf.grad
 
@@ -202,17 +202,17 @@ def test_halves_that_are_split_each_by_itself_compute_what_one_process_does(rank
 
 
 def _set_later(group, rank):
-    """A layer that was built whole with its blocks, and one that is told of them."""
+    """A layer that was built whole with its blocks, and one that gets them later."""
     found = []
-    for told in (False, True):
-        whole, part = (gated(column_blocks=1 if told else 2) for _ in range(2))
+    for later in (False, True):
+        whole, part = (gated(column_blocks=1 if later else 2) for _ in range(2))
         size = group.size()
         with torch.no_grad():
             halves = whole[0].weight.chunk(2), whole[0].bias.chunk(2)
             w, b = (torch.cat([half.chunk(size)[rank] for half in pair]) for pair in halves)
             part[0].weight, part[0].bias = nn.Parameter(w.clone()), nn.Parameter(b.clone())
             part[2].weight = nn.Parameter(whole[2].weight.chunk(size, 1)[rank].clone())
-        part[0].set_tensor_parallel_group(group, "column", **({"column_blocks": 2} if told else {}))
+        part[0].set_tensor_parallel_group(group, "column", **({"column_blocks": 2} if later else {}))
         part[2].set_tensor_parallel_group(group, "row")
         found.append(relative_error(part(data()).detach(), whole(data()).detach()))
     return found

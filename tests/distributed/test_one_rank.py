@@ -23,7 +23,7 @@ def group(monkeypatch):
     def sent(kind, *rest):
         raise AssertionError(f"a {kind} of one rank")
 
-    monkeypatch.setattr(collectives, "_sent", sent)
+    monkeypatch.setattr(collectives, "sent", sent)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.new_group([0])
     if dist.is_initialized():
@@ -119,15 +119,15 @@ def test_a_block_is_the_plain_one(group, kind):
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 def test_layers_of_one_rank_fuse_as_plain_ones_do(group, kind):
     x = torch.randn(M, K).bfloat16().requires_grad_()
-    told = [block(kind, ranks)[0].explain(x) for ranks in (None, group)]
-    assert told[0].fired == told[1].fired != ()
-    assert told[0].alone == told[1].alone
+    explanation = [block(kind, ranks)[0].explain(x) for ranks in (None, group)]
+    assert explanation[0].fired == explanation[1].fired != ()
+    assert explanation[0].alone == explanation[1].alone
 
 
 def test_explain_says_of_a_layer_that_it_is_not_split(group):
     split = linear("fp8-block", parallel_mode="column", sequence_parallel=True, tp_group=group)
-    (told,) = octavo.explain(torch.nn.Sequential(split), torch.ones(M, K)).layers
-    assert told.parallel == ""
+    (explanation,) = octavo.explain(torch.nn.Sequential(split), torch.ones(M, K)).layers
+    assert explanation.parallel == ""
 
 
 def test_a_linear_whose_group_is_gone_says_so(group):

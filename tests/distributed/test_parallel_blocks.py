@@ -99,9 +99,9 @@ def test_every_recipe(ranks, kind, sequence, recipe, compiled, size, activation)
 
 
 def test_the_activation_still_writes_the_codes_of_a_row_layer(ranks):
-    told = check(ranks, "mlp", "fp8-block", True)
-    assert told.fired == ("activation-linear",)
-    assert [text for text in told.alone if text.startswith("Linear: its weight is split over ranks")]
+    explanation = check(ranks, "mlp", "fp8-block", True)
+    assert explanation.fired == ("activation-linear",)
+    assert [text for text in explanation.alone if text.startswith("Linear: its weight is split over ranks")]
 
 
 def test_a_norm_over_split_features_is_refused():

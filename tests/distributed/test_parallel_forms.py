@@ -255,7 +255,7 @@ def test_recipes_and_dtypes_from_around(ranks):
     assert ranks.run(_ambient, size=2) == [(True, torch.bfloat16)] * 2
 
 
-def _held(group, rank, recipe, mode):
+def _quantized_weight(group, rank, recipe, mode):
     whole, part = pair(group, recipe, mode, True)
     models = [torch.nn.Sequential(layer) for layer in (whole, part)]
     for model in models:
@@ -272,7 +272,7 @@ def _held(group, rank, recipe, mode):
 @pytest.mark.parametrize(("recipe", "bound"), [("fp8-block", SUMS), ("fp8-current", 0.06)])
 def test_a_weight_held_as_codes(ranks, recipe, bound, mode):
     """One scale for a weight is that of a rank's own part: other codes than those of the whole weight."""
-    for distance, has_gradient in ranks.run(_held, recipe, mode, size=2):
+    for distance, has_gradient in ranks.run(_quantized_weight, recipe, mode, size=2):
         assert distance <= bound and has_gradient
 
 

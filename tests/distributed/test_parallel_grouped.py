@@ -155,9 +155,9 @@ def _different(group, rank, what):
 
 @pytest.mark.parametrize("what", ["recipes", "dx"])
 def test_ranks_that_differ_are_told(ranks, what):
-    for rank, told in enumerate(ranks.run(_different, what, size=2)):
-        assert f"GroupedLinear({GROUPS}, {K}, {N // 2}) is split over 2 ranks, which must call it alike" in told
-        assert f"Rank {rank} has fp8-" in told and f"rank {1 - rank} differs" in told
+    for rank, text in enumerate(ranks.run(_different, what, size=2)):
+        assert f"GroupedLinear({GROUPS}, {K}, {N // 2}) is split over 2 ranks, which must call it alike" in text
+        assert f"Rank {rank} has fp8-" in text and f"rank {1 - rank} differs" in text
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ def _experts(group, rank, recipe="fp8-block"):
         y = model(x, sizes, sizes)
         y.sum().backward()
         octavo.step(model)
-    told = model.explain(x.detach().requires_grad_(), sizes, sizes)
-    return y.detach(), x.grad, model[0].weight.grad, model[2].weight.grad, told.fired
+    text = model.explain(x.detach().requires_grad_(), sizes, sizes)
+    return y.detach(), x.grad, model[0].weight.grad, model[2].weight.grad, text.fired
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "fp8-delayed"])

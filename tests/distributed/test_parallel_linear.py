@@ -295,8 +295,8 @@ def _explained(group, rank, recipe, mode, sequence):
      ("fp8-block", "row", True, "y is summed, and its rows are scattered")],
 )  # fmt: skip
 def test_explain_says_what_is_sent(ranks, recipe, mode, sequence, wanted):
-    for told, report in ranks.run(_explained, recipe, mode, sequence, size=2):
-        assert wanted in told and told in report
+    for text, report in ranks.run(_explained, recipe, mode, sequence, size=2):
+        assert wanted in text and text in report
 
 
 def _layers_of_a_model(group, rank, recipe):
@@ -352,8 +352,8 @@ def _uneven(group, rank):
 
 
 def test_ranks_with_different_numbers_of_layers_are_told(ranks):
-    for told in ranks.run(_uneven, size=2):
-        assert "must hold the same layers in fp8-delayed. By rank they have [3, 6] amaxes" in told
+    for text in ranks.run(_uneven, size=2):
+        assert "must hold the same layers in fp8-delayed. By rank they have [3, 6] amaxes" in text
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -377,14 +377,14 @@ def _refused(group, rank):
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_sent(ranks):
-    for told in ranks.run(_refused):
-        assert "30 do not divide by the 4 ranks" in told["column"]
-        assert "62 do not divide by the 4 ranks" in told["row"]
-        assert "x of (6, 16) does not divide by the 4 processes" in told["rows"]
-        assert "takes inputs [..., 16], got (8, 64)" in told["features"]
-        assert "fp8_output=True returns codes of y, and y is summed" in told["codes"]
-        assert "takes x [rows, ..., features], of two dims or more, got (16,)" in told["dims"]
-        assert told["after"] == (2, 32)
+    for text in ranks.run(_refused):
+        assert "30 do not divide by the 4 ranks" in text["column"]
+        assert "62 do not divide by the 4 ranks" in text["row"]
+        assert "x of (6, 16) does not divide by the 4 processes" in text["rows"]
+        assert "takes inputs [..., 16], got (8, 64)" in text["features"]
+        assert "fp8_output=True returns codes of y, and y is summed" in text["codes"]
+        assert "takes x [rows, ..., features], of two dims or more, got (16,)" in text["dims"]
+        assert text["after"] == (2, 32)
 
 
 def _different(group, rank, what):
@@ -397,17 +397,17 @@ def _different(group, rank, what):
     tokens = 16 if "tokens" in what and rank else 8
     if what == "tokens later":
         layer(torch.ones(8, 64))
-    told = message(layer, torch.ones(tokens, 64, requires_grad=what == "dx" and rank == 1))
+    text = message(layer, torch.ones(tokens, 64, requires_grad=what == "dx" and rank == 1))
     if what in ("tokens", "tokens later", "dx"):
         layer(torch.ones(8, 64))  # and the ranks are still in step
-    return told
+    return text
 
 
 @pytest.mark.parametrize("what", ["recipes", "tokens", "tokens later", "dx", "dw", "gather_again"])
 def test_ranks_that_differ_are_told(ranks, what):
-    for rank, told in enumerate(ranks.run(_different, what, size=2)):
-        assert f"Rank {rank} has fp8-" in told and f"rank {1 - rank} differs. " in told
-        assert "Linear(64, 32) is split over 2 ranks, which must call it alike" in told
+    for rank, text in enumerate(ranks.run(_different, what, size=2)):
+        assert f"Rank {rank} has fp8-" in text and f"rank {1 - rank} differs. " in text
+        assert "Linear(64, 32) is split over 2 ranks, which must call it alike" in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import octavo
 from tests.support.linear_oracle import assert_same
+from tests.support.replicas import draw_as_rank
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 32, 16, 2, 3
 RECIPES = ("fp8-delayed", "fp8-current", "nvfp4")
@@ -79,6 +80,8 @@ def stage_losses(group, rank, recipe, schedule, garbage, settings, compiled=Fals
 def expected(recipe, settings):
     model = whole_model(recipe, **settings)
     with_main_grads(model)
+    for rank, part in enumerate(model):
+        draw_as_rank(part, rank)
     losses, states = [], [[], []]
     for step in range(STEPS):
         x, target = batch(step)

@@ -40,21 +40,21 @@ def _gathers(group, rank, recipe, trains, again):
     )  # fmt: skip
     x = cut(x, group, 0).contiguous().requires_grad_(trains)
     layer.requires_grad_(trains)
-    send, sent = collectives._sent, []
+    send, sent = collectives.sent, []
 
     def noted(kind, operator, where, group, t, *settings):
         if kind == "all-gather" and t.dtype != torch.int64:  # whether the ranks call the layer alike
             sent.append(t.numel() * t.element_size() / x.numel())
         return send(kind, operator, where, group, t, *settings)
 
-    collectives._sent = noted
+    collectives.sent = noted
     try:
         y = layer(x)
         forward, sent = sent, []
         if trains:
             y.sum().backward()
     finally:
-        collectives._sent = send
+        collectives.sent = send
     return _with_scales(forward), _with_scales(sent)
 
 
@@ -180,5 +180,5 @@ def _overwritten(group, rank):
 
 
 def test_values_that_were_overwritten_are_not_gathered_again(ranks):
-    for told in ranks.run(_overwritten, size=2):
-        assert "Linear(64, 32) needs its x, in backward as it was in forward" in told
+    for text in ranks.run(_overwritten, size=2):
+        assert "Linear(64, 32) needs its x, in backward as it was in forward" in text

@@ -231,12 +231,12 @@ def _edges(group, rank):
     y = model(DTensor.from_local(x, mesh_of(group), [Replicate()]))
     found["kind"] = type(y).__name__, tuple(map(str, y.placements)), y.full_tensor().shape
     found["dtensor in"] = torch.equal(y.to_local(), split(group, "fp8-block")(x))
-    held = nn.Sequential(octavo.Linear(8, 8, recipe="fp8-current"))
-    octavo.quantize_weights(held)
+    quantized = nn.Sequential(octavo.Linear(8, 8, recipe="fp8-current"))
+    octavo.quantize_weights(quantized)
     for name, call in {
         "torch's": lambda: parallelize_module(nn.Linear(8, 8), mesh_of(group), ColwiseParallel()),
         "uneven": lambda: parallelize_module(octavo.Linear(8, 9), mesh_of(group), ColwiseParallel()),
-        "held": lambda: parallelize_module(held[0], mesh_of(group), ColwiseParallel()),
+        "quantized": lambda: parallelize_module(quantized[0], mesh_of(group), ColwiseParallel()),
         "cached": lambda: model.up(x, is_first_microbatch=True),
     }.items():  # fmt: skip
         try:
@@ -252,7 +252,7 @@ def test_what_a_style_takes_and_refuses(ranks):
         assert found["dtensor in"]
         assert "splits an octavo.Linear, got Linear. Convert the model first" in found["torch's"]
         assert "9 out_features do not divide by the 2 ranks of the mesh" in found["uneven"]
-        assert "has a weight that is codes" in found["held"]
+        assert "has a weight that is codes" in found["quantized"]
         assert "needs the whole weight, and this process holds a shard of it" in found["cached"]
 
 
