@@ -51,7 +51,9 @@ class WeightCache:
     """Tracks the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
-        self.held = False  # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
+        self.has_quantized_weight = (
+            False  # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
+        )
         self.recipe: Recipe | None = None  # that made the codes; None: there are none
         # ids of the weights that they were made from. torch.utils.swap_tensors refuses a tensor with weak references; a
         # tensor that later gets the id of another has another storage, which the states tell
@@ -289,7 +291,7 @@ def _gathered() -> str:
 
 def refuse_dense(weight: Tensor) -> NoReturn:
     raise UnsupportedConfig(
-        "This layer's weight is held as codes, and it, or a part of it, was replaced by another of "
+        "This layer's weight is stored as codes, and it, or a part of it, was replaced by another of "
         f"{tuple(weight.shape)}, which forward would not read. Write into the quantized weight instead, "
         "weight.copy_(values); octavo.revert(model) goes back to dense weights."
     )

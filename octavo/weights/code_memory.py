@@ -9,6 +9,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
+from octavo.quant.scale_blocks import are_transposed
 from octavo.runtime.contract import LAYERS, WeightCast
 from octavo.runtime.weight_nodes import refresh as refresh_in_graph
 from octavo.runtime.weight_nodes import weight_values
@@ -21,10 +22,17 @@ class Kind(NamedTuple):
     recipe: str  # canonical
     shape: tuple[int, ...]  # [N, K]; of groups [G, N, K]
     trainable: bool = False  # whether optimizers may write to it
+    columns: bool = False  # whether there are column codes too
 
     @property
     def key(self) -> str:
         return f"{self.layer}(recipe={self.recipe})"
+
+    @property
+    def turns(self) -> bool:
+        """Whether the column codes of a weight are its row codes, transposed."""
+        quant = LAYERS[self.layer].config(self.key).quant
+        return are_transposed(quant.fprop.right, quant.dgrad.right)
 
 
 def quantize_into(kind: Kind, cast: WeightCast) -> None:
@@ -38,15 +46,20 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
         torch.autograd.graph.increment_version([*cast.row, *cast.column])
 
 
-def measured_by(kind: Kind, amax: Tensor) -> Parts:
-    """Return an amax as a cast of the weight takes it, by row and by column; nothing where it decides no scale."""
+def fill_columns(kind: Kind, row: Parts, column: Parts, dtype: torch.dtype) -> None:
+    """Overwrite the column codes of a whole weight with its row codes, transposed."""
+    layer: Any = LAYERS[kind.layer]
+    made = layer.kind.transposed(layer.weight_codes(layer.config(kind.key), row, kind.shape, dtype))
+    for own, new in zip(column, made.tensors(), strict=True):
+        own.copy_(new.view(own.dtype))
+
+
+def scales_by_amax(kind: Kind) -> bool:
+    """Whether the scales of a cast of the weight follow from one amax of each matrix."""
     layer = LAYERS[kind.layer]
     quant = layer.config(kind.key).quant
     pair = quant.fprop.right, quant.dgrad.right
-    if any(spec is None or spec.block != (None, None) or spec.two_level for spec in pair):
-        return ()
-    bits = amax.view(torch.int32)
-    return bits, bits
+    return all(spec is not None and spec.block == (None, None) and not spec.two_level for spec in pair)
 
 
 def is_plain(t: Tensor) -> bool:
@@ -68,7 +81,7 @@ def room_for(kind: Kind, dtype: torch.dtype, device: torch.device, *, groups: in
     layer = LAYERS[kind.layer]
     shape = kind.shape if groups is None else (groups, *kind.shape[1:])
     row, column = layer.abstract_weight(layer.config(kind.key), TensorProto(shape, dtype, device))
-    return room_of(row), room_of(column)
+    return room_of(row), room_of(column) if kind.columns else ()
 
 
 def room_of(proto: Any) -> Parts:
@@ -91,3 +104,10 @@ def _slice(tensor: Tensor, alone: Tensor, group: int) -> Tensor:
         if n != one:
             return tensor.narrow(dim, group * one, one)
     return tensor
+
+
+def codes_of(weight: Any, side: str) -> Parts:
+    """The codes and scales of a quantized weight by "row" or "column", in the order in which a layer takes them; none
+    if there are no such codes."""
+    parts = [getattr(weight, f"{side}_{name}") for name in ("codes", "scale", "level2")]
+    return () if parts[0] is None else tuple([t for t in parts if t is not None])

@@ -28,7 +28,7 @@ class MainGrad(LazyTarget):
         self.device = weights[0].device  # dw's, if the weights have been moved by the time of backward
 
     def find(self) -> Target:
-        return Target(_found(self.weights, self.device), self.mode)
+        return Target(_main_grads(self.weights, self.device), self.mode)
 
     def is_there(self) -> bool:
         return not any([hasattr(w, "get_main_grad") for w in self.weights if w.requires_grad])
@@ -55,12 +55,12 @@ def has_buffer(weights: Sequence[Any]) -> bool:
 def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
     """The buffers, for a graph that is being traced: their addresses are the graph's from here on. This also sets the
     flag `grad_added_to_main_grad`: a graph's backward cannot, and its readers read it after backward."""
-    found = _found(weights, weights[0].device)
+    found = _main_grads(weights, weights[0].device)
     _say_added(weights)
     return found
 
 
-def _found(weights: Sequence[Any], device: torch.device) -> list[Tensor]:
+def _main_grads(weights: Sequence[Any], device: torch.device) -> list[Tensor]:
     return [_find(weight, device) if weight.requires_grad else nothing(device) for weight in weights]
 
 

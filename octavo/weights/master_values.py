@@ -1,7 +1,8 @@
 """Values in float32 of trained weights that are codes, for optimizers that know nothing of codes.
 
 Such an optimizer writes to a weight in place, and most of its updates are smaller than the distance of two codes. From
-its first step on, writes compute with these values, and the codes are made of them. A program that loads or sets the
+its first step on, writes compute with these values, and the codes are made of them. In-place arithmetic of a program's
+own (`weight.add_`, `lerp_` of a moving average) does the same. A program that loads or sets the
 weight makes them stale: the codes have another version then, and the next step begins with the values of the codes.
 """
 
@@ -29,7 +30,33 @@ def keep_master(weight: Any) -> None:
         master.values.clear()
         master.version = weight.row_codes._version
     if weight.group not in master.values:
-        master.values[weight.group] = weight._base_values().float()
+        master.values[weight.group] = weight.base_values().float()
+
+
+def drop_master(weight: Any) -> None:
+    """Forget the values of a weight that is written by an optimizer which keeps its own."""
+    _masters.pop(weight.row_codes, None)
+
+
+def values_bytes(weight: Any) -> int:
+    """The bytes of the values that are kept for a weight or for one group of it."""
+    master: Master | None = _masters.get(weight.row_codes)
+    values = None if master is None else master.values.get(weight.group)
+    return 0 if values is None else values.nbytes
+
+
+def kept_values(weight: Any) -> dict[int | None, Tensor]:
+    """Return the values that the codes of a weight were made of, by group; none if the program has written to it."""
+    master: Master | None = _masters.get(weight.row_codes)
+    return dict(master.values) if master is not None and master.version == weight.row_codes._version else {}
+
+
+def set_values(weight: Any, values: dict[int | None, Tensor]) -> None:
+    """Let writes in place to a weight compute with these values, of which its codes were made."""
+    drop_master(weight)
+    if values:
+        master = _masters[weight.row_codes] = Master()
+        master.values, master.version = values, weight.row_codes._version
 
 
 def writable_values(weight: Any) -> Tensor:
@@ -37,7 +64,7 @@ def writable_values(weight: Any) -> Tensor:
     master: Master | None = _masters.get(weight.row_codes)
     if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
         return master.values[weight.group]
-    values: Tensor = weight._base_values()
+    values: Tensor = weight.base_values()
     return values
 
 

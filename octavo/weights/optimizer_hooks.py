@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo._torch.cuda import is_capturing
-from octavo.errors import UnsupportedConfig
+from octavo._torch.tensors import is_sharded
+from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.runtime.weight_nodes import graph_steps, step_listeners
+from octavo.text import plural
 from octavo.weights.master_values import keep_master
 from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.weight_state import state_of
@@ -108,7 +110,18 @@ def _admit_quantized(optimizer: Optimizer, parameters: list[Tensor]) -> None:
                 "update it. Leave it out of the optimizer, or call octavo.quantize_weights(model, trainable=True)."
             )
         if not getattr(optimizer, "writes_codes", False):
+            _refuse_fused(optimizer, p)
             keep_master(p)
+
+
+def _refuse_fused(optimizer: Optimizer, weight: Tensor) -> None:
+    """Refuse a kernel of torch's that takes values, gradients and states in one dtype: the values are float32."""
+    if weight.dtype != torch.float32 and any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedConfig(
+            f"{type(optimizer).__name__}(fused=True) takes values and gradients of one dtype, and a weight that is "
+            f"codes is updated in float32 by gradients in {weight.dtype}. Leave fused out, or use octavo.optim.AdamW, "
+            "which is one kernel."
+        )
 
 
 def _written(optimizer: Optimizer) -> None:
@@ -118,11 +131,14 @@ def _written(optimizer: Optimizer) -> None:
         if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
     ]  # fmt: skip
     _admit_quantized(optimizer, found)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # no step captured by hand: the compiler records its graph of its own accord, and
+        # the loop may still quantize at each step. It is asked before is_capturing
         torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
         return
     heard.eager_steps += 1
-    heard.optimizers.add(optimizer)
+    if optimizer not in heard.optimizers:
+        heard.optimizers.add(optimizer)
+        _warn_of_shards(optimizer)
     if not getattr(optimizer, "writes_codes", False):  # such an optimizer advances versions itself, by its writes
         torch.autograd.graph.increment_version([p for p in found if type(p) is not QuantizedWeight])
     capturing = is_capturing()
@@ -132,6 +148,26 @@ def _written(optimizer: Optimizer) -> None:
         # a weight that is codes has no cache beside it
         heard.captured |= {state_of(p).place for p in found if type(p) is not QuantizedWeight}
     _tell(found, capturing)
+
+
+def _warn_of_shards(optimizer: Optimizer) -> None:
+    """Warn, at an optimizer's first step, if it was made before `fully_shard` replaced parameters: it has those of
+    before, which get no gradient, and no optimizer has the shards, which do."""
+    idle = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None]
+    shapes = {tuple(p.shape) for p in idle if not is_sharded(p)}
+    if not shapes:
+        return
+    for layer in list(heard.layers):
+        own = vars(layer).get("_parameters", {}).values()
+        shards = [p for p in own if is_sharded(p) and p.grad is not None and tuple(p.shape) in shapes]
+        if shards and all([owner_of(p, search=False) is None for p in shards]):
+            warn_caller(
+                f"This {type(optimizer).__name__} has {plural(len(idle), 'parameter')} without a gradient, and "
+                f"{layer.op_describe()} has shards of the same shape with one, which no optimizer that has stepped "
+                "has: fully_shard replaces parameters, and an optimizer that was made before trains the old ones. Make "
+                "it after fully_shard, from model.parameters().",
+            )
+            return
 
 
 def _tell(written: Sequence[Tensor], capturing: bool = False) -> None:

@@ -13,16 +13,19 @@ from torch import Tensor
 
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
-from octavo._torch.tracing import is_first_in_graph, is_inside_operator, while_tracing
+from octavo._torch.tracing import is_first_in_graph, is_inside_operator, is_watched, while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.runtime.contract import WeightCast
+from octavo.runtime.stage import Wanted
 from octavo.runtime.weight_nodes import refresh as refresh_in_graph
 from octavo.weights.cache import WeightCache, refuse_dense
-from octavo.weights.quantized_weight import QuantizedWeight, codes_of, hold, is_whole
+from octavo.weights.code_memory import Kind, codes_of, is_plain
+from octavo.weights.quantized_parameters import hold, is_whole
+from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.unsupported_wgrad import refuse_shards
 
 Flag = bool | Tensor | None  # is_first_microbatch
@@ -32,19 +35,21 @@ class WeightCodes(WeightCache):
     """The codes of one layer's weight."""
 
     def supply(
-        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: str, observe: bool, dry: bool
-    ) -> str:
+        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: Wanted,
+        observe: bool, dry: bool,
+    ) -> str:  # fmt: skip
         """Decide how this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or
-        "held"."""
+        "quantized"."""
         if type(weights[0]) is QuantizedWeight:
             _check_quantized(layer, recipe, weights)
-            return "held"
-        if self.held:
-            refuse_dense(weights[0])
+            return "quantized"
+        quant = recipe.linear()
+        if self.has_quantized_weight:
+            return refuse_dense(weights[0]) if quant.quantizes_weight else "plain"
         if dry:  # nothing is cached
             return "plain"
         tracing = torch.compiler.is_compiling()
-        if "w" in grads and not tracing:
+        if grads.dw and not tracing:
             self.trained = True
         trusted = again = repeated = False
         fills = 0 if tracing else self.fills
@@ -61,16 +66,15 @@ class WeightCodes(WeightCache):
                 return "plain"
         else:
             layer._refuse_parametrized("is_first_microbatch")
-        quant = recipe.linear()
-        if quant.fprop.right is None and quant.dgrad.right is None:
+        if not quant.quantizes_weight:
             return "plain"
-        column = "x" in grads and quant.dgrad.right is not None and layer._caches_columns(quant)
+        column = grads.dx and quant.dgrad.right is not None and layer._caches_columns(quant)
         first, skip = _decided(first)
         if tracing:
             if again and column and not layer._now("_codes.has_columns"):
                 return "plain"  # a graph sees only the buffers that were there at its first call of the layer
             first = first or layer._now("_codes.is_unversioned")
-            self._refresh_in_graph(layer, recipe, first, column, observe, skip, "w" in grads)
+            self._refresh_in_graph(layer, recipe, first, column, observe, skip, grads.dw)
             if is_inside_operator():  # which loses what a graph leaves behind in Python
                 return "codes"
             if first and skip is None:
@@ -91,7 +95,7 @@ class WeightCodes(WeightCache):
 
     def of_call(self, layer: Any, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
         """The weight's codes by row and by column, for a call that gets it as `supply` said."""
-        if kind == "held":
+        if kind == "quantized":
             return codes_of(weight, "row"), codes_of(weight, "column")
         return self.parts(layer, "row"), self.parts(layer, "column")
 
@@ -115,7 +119,7 @@ class WeightCodes(WeightCache):
             fills=fills,
         )  # fmt: skip
 
-    def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool, bool]:
+    def _noted(self, layer: Any, first: Flag, grads: Wanted, observe: bool) -> tuple[Flag, bool, bool]:
         """Return the flag of the block, whether the cache is used as it is, and whether the layer was called before in
         this block. The flag is noted for a checkpoint,
         which recomputes in backward, in any block and thread, and must save what its forward saved. A layer whose last
@@ -130,7 +134,7 @@ class WeightCodes(WeightCache):
             return refill, self.on_device, False
         if first is not None:
             self.ambient, self.on_device = "observed" if observe else "unobserved", isinstance(first, Tensor)
-        elif grads or layer.training:
+        elif any(grads) or layer.training:
             self.ambient = ""
         repeated = False
         if first is True:
@@ -190,22 +194,21 @@ class WeightCodes(WeightCache):
 
     # -- codes in the weight's place -----------------------------------------------------------------------------------
 
-    def hold(self, layer: Any, trainable: bool = False) -> None:
-        """Keep the weight as codes of the layer's recipe, in both orientations, and drop the weight itself."""
-        if self.held:
+    def hold(self, layer: Any, trainable: bool = False, keep_columns: bool = False) -> None:
+        """Keep the weight as codes of the layer's recipe, and drop the weight itself."""
+        if self.has_quantized_weight:
             return
         recipe = layer.recipe
         if recipe is None or recipe.linear().fprop.right is None:
             raise UnsupportedConfig(
-                f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
+                f"A weight is stored as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
-        self.drop(layer)
         whole = layer._whole_weight()
         with as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-            layer._set_weights(hold(layer.NAME, recipe, whole.detach(), trainable))
-        self.held = True
+            kind = Kind(layer.NAME, recipe.key, tuple(whole.shape), trainable, keep_columns)
+            layer._set_weights(hold(kind, whole.detach()))
 
     def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
         """Put codes of loaded weights in the place of a quantized weight's. Where the latter are on the meta device
@@ -213,13 +216,15 @@ class WeightCodes(WeightCache):
         weights = layer._weight_parts()
         with torch.no_grad():
             if assign and weights[0].is_meta:
+                if isinstance(loaded[0], QuantizedWeight) and is_whole(loaded):
+                    layer._set_weights(loaded[0].whole())
+                    return
                 whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
-                layer._set_weights(
-                    hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype), weights[0].kind.trainable)
-                )
+                layer._set_weights(hold(weights[0].kind, whole.detach().to(weights[0].dtype)))
             else:
                 for p, part in zip(weights, loaded, strict=True):
-                    p.copy_(part)
+                    if not _has_values(p, part):  # its codes are kept then: others may stand for the same values
+                        p.copy_(part)
 
     def check_whole(self, layer: Any) -> None:
         """Refuse quantized weights that are not all the layer's own."""
@@ -229,8 +234,8 @@ class WeightCodes(WeightCache):
 
     def release(self, layer: Any) -> None:
         """Replace a quantized weight by a dense one, with the values that the codes stand for."""
-        if self.held:
-            self.held = False
+        if self.has_quantized_weight:
+            self.has_quantized_weight = False
             if all(isinstance(weight, QuantizedWeight) for weight in layer._weight_parts()):
                 layer._set_weights(self.values(layer))
 
@@ -251,12 +256,22 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
     return first, None
 
 
+def _has_values(weight: Any, loaded: Tensor) -> bool:
+    """Whether the codes of a weight stand for these values, bit for bit."""
+    if not all(is_plain(t) and not t.is_meta for t in (weight.row_codes, loaded)) or is_watched():
+        return False
+    values = weight.values()
+    given = loaded.detach().to(values.device, values.dtype)
+    bits = torch.int32 if values.dtype == torch.float32 else torch.int16
+    return torch.equal(values.view(bits), given.view(bits))
+
+
 def _check_quantized(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
     """Refuse codes of a quantized weight of another recipe or layer, or of only a part of the weight."""
     kind = weights[0].kind
     if kind.recipe != recipe.key or kind.layer != layer.NAME:
         raise UnsupportedConfig(
-            f"{layer.op_describe()}: its weight is held as codes of {kind.recipe} for a {kind.layer} layer, and runs "
+            f"{layer.op_describe()}: its weight is stored as codes of {kind.recipe} for a {kind.layer} layer, and runs "
             f"in {recipe}. Use that recipe, or octavo.revert(model) first."
         )
     if torch.compiler.is_compiling():

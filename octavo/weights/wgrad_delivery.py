@@ -20,7 +20,16 @@ from octavo.runtime.deferred_wgrad import are_unfilled
 from octavo.text import plural
 from octavo.weights.main_grad import MainGrad, graph_buffers
 from octavo.weights.unsupported_wgrad import refuse_shards
-from octavo.weights.wgrad_queue import Computed, Entry, Form, GraphEntry, QueueOfCall, WgradQueue, operands_of
+from octavo.weights.wgrad_queue import (
+    Computed,
+    Entry,
+    Form,
+    GraphEntry,
+    QueueOfCall,
+    Waiting,
+    WgradQueue,
+    operands_of,
+)
 
 
 class WeightGradient:
@@ -132,6 +141,10 @@ class WeightGradient:
                 stacklevel=3,
             )
             return
+        self._deliver(layer, weights, entry)
+
+    def _deliver(self, layer: Any, weights: Sequence[nn.Parameter], entry: Waiting) -> None:
+        """Compute one dw and add it. If that fails, it waits in the queue again, as the oldest."""
         try:
             layer._refuse_parametrized("backward_dw()")
             _check_weights(layer, weights, entry.weight)
@@ -140,6 +153,24 @@ class WeightGradient:
             self.queue.put_back(entry)
             raise
         self._accumulate(weights, parts, entry.weight, entry.captured)
+
+    def claim(self, layer: Any) -> list[Waiting]:
+        """Take what the backward that has just run left, for `deliver_claimed`. All that waits is its own, since what
+        those before it left was claimed; of a graph, whose forwards in flight wait too, it is the oldest."""
+        found = list[Waiting]()
+        while not (found and isinstance(found[-1], GraphEntry)) and len(self.queue):
+            entry = self.queue.take(partial(_is_filled, layer))
+            if entry is None:
+                break
+            found.append(entry)
+        return found
+
+    def deliver_claimed(self, layer: Any, entry: Waiting) -> None:
+        """Compute the dw of a claimed entry, and add it as `backward_dw()` does."""
+        weights = layer._weight_parts()
+        refuse_shards(weights, "delay_wgrad_compute=True")
+        if any([weight is None or weight.requires_grad for weight in weights]):
+            self._deliver(layer, weights, entry)
 
     def _accumulate(
         self, weights: Sequence[nn.Parameter], parts: Sequence[Tensor | None], form: Form, captured: bool

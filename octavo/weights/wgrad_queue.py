@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
+from octavo.runtime.modified import versions_of
 
 
 class Form(NamedTuple):
@@ -58,16 +59,12 @@ class Computed(NamedTuple):
     captured: bool
 
 
-def _versions(operands: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(t._version for t in operands if isinstance(t, Tensor))
-
-
 def operands_of(entry: Entry | GraphEntry, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
     """Config and operands of a dw, for a layer and its weight."""
     if isinstance(entry, GraphEntry):
         found = layer.config(entry.key)
         return found, layer.deferred_operands(found, entry.operands, entry.x, weight)
-    if entry.versions != _versions(entry.operands):
+    if entry.versions != versions_of(entry.operands):
         raise UnsupportedConfig(
             "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
             "Call it before their buffers are used again, or let wgrad be quantized: codes are copies. discard_dw() "
@@ -76,9 +73,12 @@ def operands_of(entry: Entry | GraphEntry, layer: Any, weight: Tensor) -> tuple[
     return entry.config, entry.operands
 
 
+Waiting = Entry | GraphEntry | Computed
+
+
 class WgradQueue:
     def __init__(self) -> None:
-        self._entries: deque[Entry | GraphEntry | Computed] = deque()
+        self._entries: deque[Waiting] = deque()
         self.said = False  # whether a step has warned of what waits
         self.from_graphs: Any = (
             None  # entries of graphs, newest first, as a chain of pairs: (newest, (the one before, ...))
@@ -95,7 +95,7 @@ class WgradQueue:
 
     def put(self, weight: Form, config: Any, operands: tuple[Any, ...]) -> None:
         self._collect()
-        self._entries.append(Entry(weight, config, operands, _versions(operands), is_capturing()))
+        self._entries.append(Entry(weight, config, operands, versions_of(operands), is_capturing()))
 
     def _collect(self) -> None:
         """Move the entries of graphs to the queue."""
@@ -109,7 +109,7 @@ class WgradQueue:
         """Make the copy of a copied or pickled layer empty: that layer has run no backward."""
         return WgradQueue, ()
 
-    def take(self, is_filled: Callable[[GraphEntry], bool]) -> Entry | GraphEntry | Computed | None:
+    def take(self, is_filled: Callable[[GraphEntry], bool]) -> Waiting | None:
         """Take the operands of the oldest microbatch whose backward has run; None if there is none. A graph's forward
         leaves its entry before its backward, which may never run: `is_filled` tells."""
         self._collect()
@@ -120,7 +120,7 @@ class WgradQueue:
                 return entry
         return None
 
-    def put_back(self, entry: Entry | GraphEntry | Computed) -> None:
+    def put_back(self, entry: Waiting) -> None:
         """Put an entry back as the oldest: its gradient has not arrived."""
         self._entries.appendleft(entry)
 

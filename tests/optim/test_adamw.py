@@ -13,7 +13,7 @@ from octavo.kernels.adamw import BLOCK, Moments, reference
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
 
-def mlp(recipe="fp8-block", dtype=torch.bfloat16, trainable=True):
+def mlp(recipe="fp8-block", dtype=torch.bfloat16, trainable=True, keep_columns=False):
     torch.manual_seed(0)
     layers = [
         octavo.Linear(48, 160, recipe=recipe, dtype=dtype),
@@ -22,7 +22,7 @@ def mlp(recipe="fp8-block", dtype=torch.bfloat16, trainable=True):
     ]
     model = nn.Sequential(*layers)
     if trainable:
-        octavo.quantize_weights(model, trainable=True)
+        octavo.quantize_weights(model, trainable=True, keep_columns=keep_columns)
     return model
 
 
@@ -79,25 +79,25 @@ def test_codes_are_those_of_the_master_copy(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_equals_one_on_float32_weights_that_are_cast(recipe):
     """The layer with codes as its weight computes what a float32 weight gives that is cast in every forward."""
-    held, plain = mlp(recipe, torch.float32), mlp(recipe, torch.float32, trainable=False)
+    quantized, plain = mlp(recipe, torch.float32, keep_columns=True), mlp(recipe, torch.float32, trainable=False)
     with torch.no_grad():  # begin with the same values, which a cast leaves as they are
-        for a, b in zip(held.parameters(), plain.parameters(), strict=True):
+        for a, b in zip(quantized.parameters(), plain.parameters(), strict=True):
             b.copy_(a.dequantize() if hasattr(a, "kind") else a)
             a.copy_(b)
             b.copy_(a.dequantize() if hasattr(a, "kind") else a)
     ours, theirs = (
-        octavo.optim.AdamW(held.parameters(), lr=1e-3),
+        octavo.optim.AdamW(quantized.parameters(), lr=1e-3),
         torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False),
     )
     for i in range(3):
         x = torch.randn(40, 48, generator=torch.Generator().manual_seed(i))
-        for model, optimizer in ((held, ours), (plain, theirs)):
+        for model, optimizer in ((quantized, ours), (plain, theirs)):
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if recipe != "fp8-delayed":  # there a weight is scaled by earlier amaxes, and codes by their own
                 octavo.step(model)
-    masters = [ours.state[p].get("master", p) for p in held.parameters()]
+    masters = [ours.state[p].get("master", p) for p in quantized.parameters()]
     same = [torch.equal(a, b) for a, b in zip(masters, plain.parameters(), strict=True)]
     if recipe in ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"):
         assert all(same)
@@ -166,6 +166,31 @@ def test_a_weight_that_the_program_wrote_to_is_the_new_master():
     assert (optimizer.state[model[0].weight]["master"] - 0.25).abs().max() < 0.01
 
 
+def test_groups_with_a_parameter_each_keep_their_masters():
+    """They share codes, and each counts the writes to the others."""
+    torch.manual_seed(0)
+    layer = octavo.GroupedLinear(3, 48, 40, bias=False, recipe="fp8-block", single_grouped_weight=False)
+    plain = [nn.Parameter(p.detach().clone()) for p in layer.parameters()]
+    octavo.quantize_weights(layer, trainable=True)
+    with torch.no_grad():
+        for p, q in zip(plain, layer.parameters(), strict=True):
+            p.copy_(q.dequantize())
+    ours, theirs = octavo.optim.AdamW(layer.parameters(), lr=1e-5), octavo.optim.AdamW(plain, lr=1e-5)
+    for step in range(5):
+        for i, (p, q) in enumerate(zip(plain, layer.parameters(), strict=True)):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) if i or step != 2 else None
+            q.grad = p.grad
+        ours.step()
+        theirs.step()
+    for p, q in zip(plain, layer.parameters(), strict=True):
+        assert torch.equal(ours.state[q]["master"], p.detach())
+    with torch.no_grad():
+        layer.weight1.fill_(0.5)
+    before = layer.weight1.dequantize().detach()
+    ours.step()
+    assert (ours.state[layer.weight1]["master"] - before).abs().max() < 1e-4
+
+
 def test_a_second_moment_never_becomes_zero_beside_a_gradient():
     square = torch.full((BLOCK,), 1e-12)
     square[0] = 1.0
@@ -203,16 +228,6 @@ def test_a_sparse_gradient_is_refused():
         octavo.optim.AdamW([p]).step()
 
 
-def test_a_sharded_parameter_is_refused(monkeypatch):
-    """Its kernels read whole tensors, and would take a shard's memory for one."""
-    monkeypatch.setattr("octavo.optim.adamw.is_sharded", lambda t: True)
-    p = nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    with pytest.raises(UnsupportedConfig, match=r"one of \(3,\) is a DTensor. Use torch.optim.AdamW"):
-        octavo.optim.AdamW([p]).step()
-    assert torch.equal(p, torch.ones(3))
-
-
 def test_a_closure_and_a_scheduler():
     p = nn.Parameter(torch.ones(3))
     optimizer = octavo.optim.AdamW([p], lr=0.1)
@@ -240,13 +255,29 @@ def test_a_rate_on_the_device_and_steps_counted_there_give_the_same():
     torch.testing.assert_close(p, q)
 
 
-def test_a_scaler_skips_a_step_whose_gradients_are_not_finite():
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_a_scaler_skips_a_step_whose_gradients_are_not_finite(capturable, states):
+    """The steps that are taken have the bits of those without a scaler, whose factor is a power of two."""
     model = mlp()
-    optimizer = octavo.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    before = [t.clone() for t in codes(model)]
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.full((2, 48), float("inf"), dtype=torch.bfloat16)).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(before, codes(model), strict=True))
+    plain = copy.deepcopy(model)
+    optimizers = [
+        octavo.optim.AdamW(m.parameters(), lr=1e-2, capturable=capturable, states=states) for m in (model, plain)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for i in range(4):
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(i)).bfloat16()
+        factor = float("inf") if i == 1 else 1.0
+        scaler.scale(model(x).float().square().mean() * factor).backward()
+        before = [t.clone() for t in codes(model)]
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[0].zero_grad()
+        if i == 1:
+            assert all(torch.equal(a, b) for a, b in zip(before, codes(model), strict=True))
+            continue
+        plain(x).float().square().mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(codes(plain), codes(model), strict=True))
+    assert {float(state["step"]) for state in optimizers[0].state.values()} == {3.0}

@@ -10,7 +10,7 @@ from octavo.kernels.adamw import Moments, adamw, reference
 
 pytestmark = pytest.mark.gpu
 
-SETTINGS = [1 - 1e-4, 1e-2, 0.3, 0.1, 0.999, 0.001, 1e-8]
+SETTINGS = [1 - 1e-4, 1e-2, 0.3, 0.1, 0.999, 0.001, 1e-8, 1.0, 0.0]
 
 
 def step(kind, dtype, n, on):
@@ -40,6 +40,44 @@ def test_triton_updates_as_the_reference_does(kind, dtype, n):
     assert torch.equal(found[1], found[0].abs().amax().float().view(1))
     if kind == "float32" and dtype == torch.bfloat16:  # both draw the same bits for the same element
         assert (found[0] == want[0]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", ["float32", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_that_is_skipped_changes_nothing_and_measures(kind, dtype):
+    values = torch.randn(5000, device="cuda").to(dtype)
+    moments = Moments.zeros(values, kind)
+    seed = None if dtype == torch.float32 else torch.tensor([7, 1], device="cuda")
+    adamw(values, values.float() * 3, moments, torch.tensor(SETTINGS, device="cuda"), seed=seed)
+    before = [t.clone() for t in (values, *moments) if t is not None]
+    skipped = torch.tensor([*SETTINGS[:-1], 1.0], device="cuda")
+    amax = adamw(values, torch.full_like(values, float("inf")), moments, skipped, seed=seed)
+    assert all(map(torch.equal, before, [t for t in (values, *moments) if t is not None]))
+    assert amax.item() == values.abs().max().item()
+    doubled = torch.tensor([*SETTINGS[:-2], 2.0, 0.0], device="cuda")
+    twice = [t.clone() for t in before]
+    adamw(values, torch.ones_like(values), moments, doubled, seed=seed)
+    grad = torch.full_like(values, 2.0)
+    adamw(twice[0], grad, Moments(*twice[1:]), torch.tensor(SETTINGS, device="cuda"), seed=seed)
+    assert torch.equal(values, twice[0])
+
+
+def test_a_captured_step_reads_the_flag_of_a_scaler():
+    model = mlp("fp8-block")
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for flag, changes in ((1.0, False), (0.0, True)):
+        before = [t.clone() for p in model.parameters() if hasattr(p, "tensors") for t in p.tensors().values()]
+        optimizer.found_inf.fill_(flag)
+        graph.replay()
+        after = [t for p in model.parameters() if hasattr(p, "tensors") for t in p.tensors().values()]
+        assert all(map(torch.equal, before, after)) != changes
 
 
 def mlp(recipe):

@@ -7,14 +7,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.gemm import reference
 from octavo.recipes import SHIPPED
 from octavo.weights import wgrad_queue
-from tests.support.linear_oracle import assert_same, expected, make, run, seed_of
+from tests.support.linear_oracle import assert_same, expected, make, seed_of
 from tests.support.steps import batch
 
 N, K = 40, 48
@@ -29,49 +28,6 @@ def wanted(layer, recipe, x, dy):
     return expected(recipe, x, layer.weight, layer.bias, dy, seed=seed_of(layer))
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_backward_gives_everything_but_dw_and_backward_dw_gives_that(recipe, dtype):
-    layer, (x, dy) = delayed(recipe, dtype=dtype), batch(dtype=dtype)
-    want = wanted(layer, recipe, x, dy)
-    leaf = x.clone().requires_grad_()
-    layer(leaf).backward(dy)
-    assert layer.weight.grad is None
-    assert_same(leaf.grad, want.dx)
-    assert_same(layer.bias.grad, want.db)
-    layer.backward_dw()
-    assert_same(layer.weight.grad, want.dw)
-    assert_same(leaf.grad, want.dx)
-    assert_same(layer.bias.grad, want.db)
-
-
-@every
-def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe):
-    layer, wants = delayed(recipe), []
-    for i in range(3):
-        x, dy = batch(i, m=8 * i + 5)
-        wants.append(wanted(layer, recipe, x, dy).dw)
-        layer(x).backward(dy)
-    total = torch.zeros(N, K)
-    for want in wants:
-        layer.backward_dw()
-        total += want
-        assert_same(layer.weight.grad, total)
-    with pytest.warns(UserWarning, match="no backward to finish"):
-        layer.backward_dw()
-
-
-def test_forwards_first_then_backwards():
-    layer = delayed()
-    outputs = [layer(batch(i)[0]) for i in range(3)]
-    for i, y in enumerate(outputs):
-        y.backward(batch(i)[1])
-    for i in range(3):
-        layer.weight.grad = None
-        layer.backward_dw()
-        assert_same(layer.weight.grad, wanted(layer, "fp8-current", *batch(i)).dw)
-
-
 def test_an_existing_gradient_is_added_to():
     layer, (x, dy) = delayed(), batch()
     layer.weight.grad = torch.ones(N, K)
@@ -81,58 +37,12 @@ def test_an_existing_gradient_is_added_to():
     assert_same(layer.weight.grad, 1 + wanted(layer, "fp8-current", x, dy).dw)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
-def test_parameter_hooks_fire_once_for_each_backward_dw_and_see_the_gradient(recipe):
-    layer, seen, after = delayed(recipe), [], []
-    layer.weight.register_hook(lambda g: seen.append(g.clone()))
-    layer.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
-    wants = []
-    for i in range(2):
-        wants.append(wanted(layer, recipe, *batch(i)).dw)
-        layer(batch(i)[0]).backward(batch(i)[1])
-    assert not seen and not after
-    layer.backward_dw()
-    assert len(seen) == len(after) == 1
-    layer.backward_dw()
-    assert len(seen) == len(after) == 2
-    for got, want in zip(seen, wants, strict=True):
-        assert_same(got, want)
-    assert_same(after[0], wants[0])
-    assert_same(after[1], wants[0] + wants[1])
-
-
 def test_a_hook_may_change_the_gradient():
     layer, (x, dy) = delayed(), batch()
     layer.weight.register_hook(lambda g: 2 * g)
     layer(x).backward(dy)
     layer.backward_dw()
     assert_same(layer.weight.grad, 2 * wanted(layer, "fp8-current", x, dy).dw)
-
-
-@every
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_together_with_main_grad(recipe, overwrite):
-    layer, (x, dy) = delayed(recipe, fuse_wgrad_accumulation=True), batch()
-    layer.weight.main_grad = torch.ones(N, K)
-    layer.weight.overwrite_main_grad = overwrite
-    want = wanted(layer, recipe, x, dy).dw
-    layer(x).backward(dy)
-    assert torch.equal(layer.weight.main_grad, torch.ones(N, K))
-    layer.backward_dw()
-    assert_same(layer.weight.main_grad, want if overwrite else 1 + want)
-    assert layer.weight.grad is None
-
-
-def test_nothing_pending_is_said():
-    with pytest.warns(UserWarning, match="no backward to finish"):
-        delayed().backward_dw()
-    layer = delayed()
-    y = layer(batch()[0])  # forward alone leaves nothing to compute
-    with pytest.warns(UserWarning, match="no backward to finish"):
-        layer.backward_dw()
-    y.backward(batch()[1])
-    layer.backward_dw()
-    assert layer.weight.grad is not None
 
 
 class Refused(RuntimeError):
@@ -271,53 +181,11 @@ def test_a_discarded_forward_is_not_waited_for():
     assert_same(layer.weight.grad, wanted(layer, "fp8-current", *batch(1)).dw)
 
 
-def test_no_grad_forwards_leave_nothing_pending():
-    layer = delayed()
-    with torch.no_grad():
-        layer(batch()[0])
-    with pytest.warns(UserWarning, match="no backward to finish"):
-        layer.backward_dw()
-
-
-def test_backward_dw_is_a_no_op_without_the_setting_and_with_a_frozen_weight():
-    plain = make("fp8-current", K, N)
-    plain.backward_dw()
-    plain(batch()[0]).backward(batch()[1])
-    grad = plain.weight.grad.clone()
-    plain.backward_dw()
-    assert torch.equal(plain.weight.grad, grad)
-    frozen = delayed()
-    frozen.weight.requires_grad_(False)
-    run(frozen, *batch())
-    frozen.backward_dw()
-    assert frozen.weight.grad is None
-
-
 def test_the_first_layer_of_a_model_where_nothing_but_the_weight_wants_a_gradient():
     layer, (x, dy) = delayed(bias=False), batch()
     layer(x).backward(dy)
     layer.backward_dw()
     assert_same(layer.weight.grad, wanted(layer, "fp8-current", x, dy).dw)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_microbatch_is_pending_once(reentrant):
-    layer, (x, dy) = delayed(), batch()
-    checkpoint(layer, x.clone().requires_grad_(), use_reentrant=reentrant).backward(dy)
-    layer.backward_dw()
-    assert_same(layer.weight.grad, wanted(layer, "fp8-current", x, dy).dw)
-    with pytest.warns(UserWarning, match="no backward to finish"):
-        layer.backward_dw()
-
-
-def test_a_weight_updated_in_between_does_not_matter():
-    layer, (x, dy) = delayed(), batch()
-    want = wanted(layer, "fp8-current", x, dy).dw
-    layer(x).backward(dy)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    layer.backward_dw()
-    assert_same(layer.weight.grad, want)
 
 
 @pytest.mark.parametrize("written", ["x", "dy"])

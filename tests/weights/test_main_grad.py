@@ -5,14 +5,11 @@ import torch
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
-from octavo.recipes import SHIPPED
-from tests.support.linear_oracle import assert_same, check, expected, make, run, seed_of, spiky
+from tests.support.linear_oracle import assert_same, expected, make, run, seed_of, spiky
 from tests.support.state_tensors import made_in_inference_mode
 from tests.support.steps import batch
 
 N, K = 40, 48
-every = pytest.mark.parametrize("recipe", SHIPPED)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def fused(recipe="fp8-current", main_grad=None, **settings):
@@ -27,66 +24,6 @@ def float32_dw(layer, recipe, x, dy):
     return expected(recipe, x, layer.weight.detach().float(), layer.bias, dy, seed=seed_of(layer)).dw
 
 
-@every
-@dtypes
-def test_microbatches_are_added_after_rounding_to_the_buffers_dtype(recipe, dtype):
-    start = spiky(N, K, seed=5, dtype=dtype)
-    layer = fused(recipe, start.clone())
-    want = start.clone()
-    for i in range(3):
-        x, dy = batch(i)
-        want += float32_dw(layer, recipe, x, dy).to(dtype)
-        found = run(layer, x, dy)
-        assert found.dw is None
-        assert found.dx is not None and found.db is not None
-        assert_same(layer.weight.main_grad, want, f"microbatch {i}")
-
-
-@every
-def test_a_float32_buffer_is_not_reached_through_the_weights_bfloat16(recipe):
-    layer = fused(recipe, torch.zeros(N, K), dtype=torch.bfloat16)
-    x, dy = batch(0, dtype=torch.bfloat16)
-    want = expected(recipe, x, layer.weight, layer.bias, dy, seed=seed_of(layer)).dw
-    run(layer, x, dy)
-    assert_same(layer.weight.main_grad.bfloat16(), want)
-    assert not torch.equal(layer.weight.main_grad, want.float())
-
-
-@every
-@dtypes
-def test_overwrite_main_grad_writes_over_whatever_was_there(recipe, dtype):
-    layer = fused(recipe, torch.full((N, K), float("nan"), dtype=dtype))
-    layer.weight.overwrite_main_grad = True
-    x, dy = batch()
-    want = float32_dw(layer, recipe, x, dy).to(dtype)
-    run(layer, x, dy)
-    assert_same(layer.weight.main_grad, want)
-
-
-def test_overwriting_is_decided_at_forward():
-    layer = fused(main_grad=torch.full((N, K), float("nan")))
-    (x, dy), weight = batch(), layer.weight
-    weight.overwrite_main_grad = True
-    y = layer(x)
-    weight.overwrite_main_grad = False
-    later = layer(x)
-    y.backward(dy)
-    once = weight.main_grad.clone()
-    assert not once.isnan().any()
-    later.backward(dy)
-    assert_same(weight.main_grad, 2 * once)
-
-
-@every
-@pytest.mark.parametrize("first", [True, False, None])
-def test_the_cache_flag_does_not_decide_about_overwriting(recipe, first):
-    layer = fused(recipe, torch.ones(N, K))
-    x, dy = batch()
-    want = 1 + float32_dw(layer, recipe, x, dy)
-    run(layer, x, dy, is_first_microbatch=first)
-    assert_same(layer.weight.main_grad, want)
-
-
 def test_overwriting_a_minibatch_of_cached_weights():
     layer = fused(main_grad=torch.full((N, K), 7.0))
     want = torch.zeros(N, K)
@@ -99,19 +36,6 @@ def test_overwriting_a_minibatch_of_cached_weights():
 
 
 # -- the other ways a buffer comes -----------------------------------------------------------------------------------
-
-
-def test_get_main_grad_is_asked_when_it_exists_and_only_in_backward():
-    layer, calls, buffer = fused(main_grad=torch.full((N, K), 5.0)), [], torch.zeros(N, K)
-    layer.weight.get_main_grad = lambda: calls.append(1) or buffer
-    x, dy = batch()
-    want = float32_dw(layer, "fp8-current", x, dy)
-    y = layer(x)
-    assert not calls
-    y.backward(dy)
-    assert calls == [1]
-    assert_same(buffer, want)
-    assert torch.equal(layer.weight.main_grad, torch.full((N, K), 5.0))
 
 
 VIEWABLE = {
@@ -138,19 +62,6 @@ def test_any_buffer_that_can_be_viewed_as_the_weight(form):
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_fire_where_the_flag_asks_for_a_dummy_gradient(hook):
-    layer, fired = fused(main_grad=torch.zeros(N, K)), []
-    getattr(layer.weight, hook)(lambda g: fired.append(1))
-    layer.weight.grad_added_to_main_grad = False
-    x, dy = batch()
-    layer(x).backward(dy)
-    assert fired == [1]
-    assert layer.weight.grad_added_to_main_grad is True
-    assert_same(layer.weight.grad, torch.zeros(N, K))
-    assert layer.weight.main_grad.any()
-
-
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 def test_a_warning_says_once_that_hooks_never_fire_without_the_flag(hook, delayed):
     layer, fired = fused(main_grad=torch.zeros(N, K), delay_wgrad_compute=delayed), []
@@ -163,29 +74,6 @@ def test_a_warning_says_once_that_hooks_never_fire_without_the_flag(hook, delaye
         layer.backward_dw()
     assert layer.weight.grad is None and not fired and layer.weight.main_grad.any()
     assert not hasattr(layer.weight, "grad_added_to_main_grad")
-
-
-def test_the_first_layer_of_a_model_where_nothing_but_the_weight_wants_a_gradient():
-    layer = fused(main_grad=torch.zeros(N, K), bias=False)
-    x, dy = batch()
-    layer(x).backward(dy)
-    assert_same(layer.weight.main_grad, float32_dw(layer, "fp8-current", x, dy))
-
-
-def test_a_frozen_weight_needs_no_buffer():
-    layer = fused(main_grad=torch.zeros(N, K))
-    layer.weight.requires_grad_(False)
-    found = run(layer, *batch())
-    assert found.dx is not None and not layer.weight.main_grad.any()
-    bare = fused()
-    bare.weight.requires_grad_(False)
-    assert run(bare, *batch()).dx is not None
-
-
-def test_inference_needs_no_buffer():
-    with torch.no_grad():
-        y = fused()(batch()[0])
-    assert_same(y, make("fp8-current", K, N)(batch()[0]).detach())
 
 
 # -- errors, in backward ---------------------------------------------------------------------------------------------
@@ -243,13 +131,6 @@ def test_the_next_step_with_a_right_buffer_is_right(wrong):
     want = float32_dw(layer, "nvfp4", x, dy)
     run(layer, x, dy)
     assert_same(layer.weight.main_grad, want)
-
-
-def test_a_layer_that_does_not_fuse_leaves_main_grad_alone():
-    layer = make("fp8-current", K, N)
-    layer.weight.main_grad = torch.ones(N, K)
-    check(layer, "fp8-current", *batch())
-    assert torch.equal(layer.weight.main_grad, torch.ones(N, K))
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])

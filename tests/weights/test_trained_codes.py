@@ -9,6 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.recipes import SHIPPED
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3),
@@ -17,7 +18,19 @@ OPTIMIZERS = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=3e-3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=3e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=3e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=3e-3),
+    "Muon": lambda p: torch.optim.Muon(p, lr=3e-3),
 }
+
+
+QUANTIZING = [recipe for recipe in SHIPPED if str(recipe) != "bf16"]
+OPTIMIZERS = {name: make for name, make in OPTIMIZERS.items() if hasattr(torch.optim, name.split()[0])}
 
 
 def linear(recipe="fp8-block", dtype=torch.float32, trainable=True):
@@ -46,6 +59,25 @@ def test_other_optimizers_train_what_they_would_train_in_float32(name):
     train(plain, OPTIMIZERS[name](plain.parameters()))
     want = octavo.recipe("fp8-block").linear().fprop.right.quantize(plain.weight.detach())
     assert torch.equal(layer.weight.row_codes, want.codes.view(torch.uint8))
+
+
+def test_a_fused_kernel_of_one_dtype_is_refused():
+    layer = linear(dtype=torch.bfloat16)
+    before = layer.weight.row_codes.clone()
+    with pytest.raises(UnsupportedConfig, match="Leave fused out"):
+        train(layer, torch.optim.AdamW(layer.parameters(), fused=True), 1)
+    assert torch.equal(layer.weight.row_codes, before)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+def test_other_optimizers_train_weights_in_bfloat16_too(name):
+    if name not in OPTIMIZERS:
+        pytest.skip("this torch does not have it")
+    layer = linear(dtype=torch.bfloat16)
+    before = layer.weight.dequantize().detach().float()
+    train(layer, OPTIMIZERS[name](layer.parameters()), 10)
+    after = layer.weight.dequantize().detach().float()
+    assert (before != after).float().mean() > 0.02
 
 
 def test_a_weight_that_is_frozen_as_codes_refuses_a_step_and_says_how_to_train_it():
@@ -110,6 +142,17 @@ def test_clipping_and_averages_see_values():
     torch.testing.assert_close(average(x), model(x))
 
 
+def test_a_compiled_step_runs_outside_of_the_graph():
+    layer = linear()
+    twin = copy.deepcopy(layer)
+    optimizers = [octavo.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, twin)]
+    steps = [torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step]
+    for model, step in zip((layer, twin), steps, strict=True):
+        model(torch.ones(8, 48)).square().mean().backward()
+        step()
+    assert torch.equal(layer.weight.row_codes, twin.weight.row_codes)
+
+
 def test_a_compiled_layer_sees_each_step():
     layer = linear()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -148,15 +191,37 @@ def test_a_layer_with_a_recipe_that_quantizes_nothing_stays_plain():
         octavo.quantized_init("bf16")
 
 
-def test_the_first_step_takes_the_initial_values_that_were_preserved():
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_the_first_step_takes_the_initial_values_that_were_preserved(recipe):
     torch.manual_seed(0)
-    with octavo.quantized_init("fp8-block", preserve_high_precision=True):
+    with octavo.quantized_init(recipe, preserve_high_precision=True):
         layer = octavo.Linear(48, 40, bias=False)
     initial = layer.weight.high_precision_init.clone()
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=0.0)
     train(layer, optimizer, 1)
     assert torch.equal(optimizer.state[layer.weight]["master"], initial)
     assert not hasattr(layer.weight, "high_precision_init")
+
+
+def load(layer, values):
+    layer.load_state_dict({"weight": values})
+
+
+def set_values(layer, values):
+    layer.weight.data.copy_(values)
+
+
+@pytest.mark.parametrize("write", [load, set_values])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_weights_that_were_loaded_are_not_replaced_by_the_preserved_initial_values(recipe, write):
+    with octavo.quantized_init(recipe, preserve_high_precision=True):
+        layer = octavo.Linear(48, 40, bias=False)
+    values = torch.randn(40, 48)
+    write(layer, values)
+    loaded = layer.weight.dequantize().clone()
+    optimizer = octavo.optim.AdamW(layer.parameters(), lr=0.0)
+    train(layer, optimizer, 1)
+    assert torch.equal(optimizer.state[layer.weight]["master"], loaded)
 
 
 def test_a_layer_built_on_the_meta_device_is_initialised_as_codes():

@@ -17,10 +17,8 @@ from octavo.weights import optimizer_hooks as optimizers
 from tests.support.experts import addresses
 from tests.support.linear_oracle import (
     QUANTIZED,
-    assert_result,
     assert_same,
     check,
-    differs,
     expected,
     make,
     run,
@@ -46,20 +44,6 @@ def same_seeds(*layers):
 
 
 # -- values --------------------------------------------------------------------------------------------------------
-
-
-@every
-def test_a_cached_minibatch_equals_a_separate_module_without_a_cache(recipe):
-    """True, False, False, over weights that change between minibatches."""
-    cached, plain = make(recipe), make(recipe)
-    same_seeds(cached, plain)
-    for minibatch in range(3):
-        for i, first in enumerate((True, False, False)):
-            x, dy = batch(3 * minibatch + i)
-            assert_result(run(cached, x, dy, is_first_microbatch=first), run(plain, x, dy))
-        for layer in (cached, plain):
-            octavo.step(layer)
-            change(layer)
 
 
 @every
@@ -92,11 +76,6 @@ def test_a_refresh_under_a_pending_backward_is_never_silently_wrong(recipe):
     except RuntimeError:  # as nn.Linear would: a tensor needed for backward was modified in place
         return
     assert torch.equal(leaf.grad, expected(recipe, x, old, layer.bias, dy, seed=seed).dx)
-
-
-@quantized
-def test_a_cold_cache_is_filled(recipe):
-    check(make(recipe), recipe, *batch(0), is_first_microbatch=False)
 
 
 @quantized
@@ -140,23 +119,6 @@ def test_none_neither_reads_nor_writes_the_cache(recipe):
 
 
 # -- where it lives ------------------------------------------------------------------------------------------------
-
-
-@quantized
-def test_codes_stay_at_their_addresses_and_out_of_the_state_dict(recipe):
-    layer = make(recipe)
-    run(layer, *batch(0), is_first_microbatch=True)
-    first = addresses(layer)
-    held = sum(b.numel() * b.element_size() for _, b in named_state(layer))
-    assert held >= layer.weight.numel() // 2  # at least the codes of one orientation, four bits each
-    before = {name: b.clone() for name, b in named_state(layer)}
-    change(layer)
-    run(layer, *batch(1), is_first_microbatch=True)
-    assert addresses(layer) == first
-    assert any(differs(b, before[name]) for name, b in named_state(layer) if b.numel() > 8)
-    octavo.refresh_weights(layer)
-    assert addresses(layer) == first
-    assert list(layer.state_dict()) == ["weight", "bias"]
 
 
 @quantized
@@ -271,13 +233,6 @@ def test_a_copy_has_a_cache_of_its_own(recipe):
     check(twin, recipe, x, dy, is_first_microbatch=True)
     with torch.no_grad():
         assert torch.equal(layer(x, is_first_microbatch=False), first.y)
-
-
-def test_bf16_takes_the_flag_and_holds_nothing():
-    layer, (x, dy) = make("bf16"), batch(0)
-    for flag in (True, False, None):
-        check(layer, "bf16", x, dy, is_first_microbatch=flag)
-    assert not addresses(layer)
 
 
 @quantized

@@ -33,10 +33,10 @@ from octavo.cli.bench import cases, linear_bench, peers
 from octavo.cli.bench.training_steps import (
     backend,
     batch,
+    calibrated_step,
     compiled,
     no_caches,
     peak_mib,
-    settled_step,
     step_ms,
     step_seconds,
     training_step,
@@ -134,7 +134,7 @@ def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> t
     """Return one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
     module, (x, dy) = make(*linear_bench.TINY[1:]), batch(*linear_bench.TINY, device)
     skips = cudagraph_skips()
-    settled_step(module, x, dy)  # delayed scaling: an uncalibrated step would measure amaxes
+    calibrated_step(module, x, dy)  # delayed scaling: an uncalibrated step would measure amaxes
     step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
     for _ in range(WARMUP if device.type == "cuda" else 1):
         step()

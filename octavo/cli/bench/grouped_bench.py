@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo._torch.operators import grouped_mm
 from octavo.cli import options
 from octavo.cli.bench import cases, peers
-from octavo.cli.bench.training_steps import batch, settled_step
+from octavo.cli.bench.training_steps import batch, calibrated_step
 from octavo.cli.timing import device_ms, eager_ms
 from octavo.kernels import grouped_gemm
 from octavo.ops.grouped_linear import GroupedLinear
@@ -120,7 +120,7 @@ def _measure_shape(shape: Shape, makers: Makers, recipes: list[str], shapes: lis
         {"shape": list(shape), "splits": splits.tolist(), "floor_ms": floor, "results": results, "parts_ms": parts}
     )
     for name, make in makers.items():
-        step = settled_step(module := make(splits, k, n), x, dy)
+        step = calibrated_step(module := make(splits, k, n), x, dy)
         ms, readings = eager_ms(step)
         row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings}
         if name.startswith(("octavo", "grouped_mm")):

@@ -30,7 +30,7 @@ from torch import nn
 from octavo._torch.compilation import any_number_of_graphs, reset
 from octavo.cli import options
 from octavo.cli.bench import cases, linear_bench, peers
-from octavo.cli.bench.training_steps import batch, compiled, settled_step, training_step
+from octavo.cli.bench.training_steps import batch, calibrated_step, compiled, training_step
 from octavo.cli.timing import WARMUP, eager_ms, host_us
 from octavo.text import table
 
@@ -97,7 +97,7 @@ def _converted(conversion: Callable[[nn.Module], None], layers: int, shape: tupl
 def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
     """Return the steps of a model and of its compiled form, both warmed up."""
     x, dy = batch(*shape)
-    steps = {"eager": settled_step(model, x, dy)}
+    steps = {"eager": calibrated_step(model, x, dy)}
     steps["compiled"] = training_step(model, x, dy, compiled(model, x.device))
     for step in steps.values():
         for _ in range(WARMUP):
@@ -149,6 +149,6 @@ def _beside_plain(found: dict[str, Any]) -> str:
         if kind not in (COLUMN, SECOND) or name not in found:
             continue
         ratios = {mode: [a / b for a, b in zip(us, found[name][mode], strict=False)] for mode, us in modes.items()}
-        told = [f"{statistics.median(parts):.3f} {mode}" for mode, parts in ratios.items() if parts]
-        lines += [f"{case}: {', '.join(told)}, of {name}"] if told else []
+        of_modes = [f"{statistics.median(parts):.3f} {mode}" for mode, parts in ratios.items() if parts]
+        lines += [f"{case}: {', '.join(of_modes)}, of {name}"] if of_modes else []
     return "\n".join(lines)

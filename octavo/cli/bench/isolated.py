@@ -1,4 +1,5 @@
-"""Cases in a process of their own: an assertion that fails on the GPU makes every later call of its process fail."""
+"""Cases in a process of their own: an assertion that fails on the GPU makes every later call of its process fail, and
+memory that a case still holds counts in the peak of the next one."""
 
 import json
 import subprocess
@@ -11,12 +12,12 @@ from typing import Any
 SECONDS = 300  # of one process
 
 
-def report_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `octavo ARGUMENTS --json FILE` in another process, and return its report. "said" is added to it: the first
-    assertion that failed on the GPU, or "". Raises a RuntimeError if the process wrote no report in time."""
+def report_of(arguments: Sequence[str], module: str = "octavo") -> dict[str, Any]:
+    """Run `python -m MODULE ARGUMENTS --json FILE` in another process, and return its report. "said" is added to it:
+    the first assertion that failed on the GPU, or "". Raises a RuntimeError if the process wrote no report in time."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "octavo", *arguments, "--json", str(target)]
+        command = [sys.executable, "-m", module, *arguments, "--json", str(target)]
         try:
             done = subprocess.run(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", timeout=SECONDS

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo.cli import options
 from octavo.cli.bench import cases, peers
-from octavo.cli.bench.training_steps import batch, peak_mib, settled_step
+from octavo.cli.bench.training_steps import batch, calibrated_step, peak_mib
 from octavo.cli.timing import device_ms, eager_ms, hosts_us
 from octavo.demo.numerics import bytes_saved
 from octavo.formats import E4M3, E5M2
@@ -77,7 +77,7 @@ def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
 
 
 def _tiny_step(make: Callable[[int, int], nn.Module], layers: int) -> Callable[[], None]:
-    return settled_step(nn.Sequential(*[make(*TINY[1:]) for _ in range(layers)]), *batch(*TINY))
+    return calibrated_step(nn.Sequential(*[make(*TINY[1:]) for _ in range(layers)]), *batch(*TINY))
 
 
 def _measure_shape(shape: tuple[int, int, int], makers: Makers, shapes: list[dict[str, Any]]) -> None:
@@ -87,7 +87,7 @@ def _measure_shape(shape: tuple[int, int, int], makers: Makers, shapes: list[dic
     shapes.append({"shape": list(shape), "floors": floors, "results": results})
     for name, make in makers.items():
         module = make(k, n)
-        step = settled_step(module, *batch(*shape))
+        step = calibrated_step(module, *batch(*shape))
         ms, readings = eager_ms(step)
         row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings, **_memory(module, step)}
         floor = floors["bf16_ms"] if name in ("nn.Linear", "octavo bf16") else floors["fp8_ms"]

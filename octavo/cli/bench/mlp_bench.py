@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from octavo.cli import options
 from octavo.cli.bench import cases, linear_bench, peers
-from octavo.cli.bench.training_steps import batch, kept_mib, kernels_ms, settled_step
+from octavo.cli.bench.training_steps import batch, calibrated_step, kept_mib, kernels_ms
 from octavo.cli.timing import device_ms, eager_ms, hosts_us
 from octavo.demo.transformer import MLP
 from octavo.fusion.blocks import LayerNormMLP
@@ -95,7 +95,9 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     for name, make in makers.items():
         report["results"].append(_case(name, make, shape, floors))
     tokens, hidden, ffn = shape
-    report["kernels"] = kernels_ms(settled_step(makers[f"octavo {first}"](hidden, ffn), *batch(tokens, hidden, hidden)))
+    report["kernels"] = kernels_ms(
+        calibrated_step(makers[f"octavo {first}"](hidden, ffn), *batch(tokens, hidden, hidden))
+    )
 
 
 def _case(
@@ -104,7 +106,7 @@ def _case(
     tokens, hidden, ffn = shape
     module = make(hidden, ffn)
     x, dy = batch(tokens, hidden, hidden)
-    step = settled_step(module, x, dy)
+    step = calibrated_step(module, x, dy)
     ms, readings = eager_ms(step)
     floor = floors["bf16_ms"] if name.startswith("bf16") else floors["fp8_ms"]
     row: dict[str, Any] = {
@@ -115,7 +117,7 @@ def _case(
         row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
     del module, step
     torch.cuda.empty_cache()
-    tiny = settled_step(make(*TINY[1:]), *batch(TINY[0], TINY[1], TINY[1]))
+    tiny = calibrated_step(make(*TINY[1:]), *batch(TINY[0], TINY[1], TINY[1]))
     return {**row, "host_us": hosts_us(tiny, repeats=200)}
 
 

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 
 from octavo._torch.compilation import fresh_cache
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms
+from octavo.model.attach import attach
+from octavo.model.layer_lookup import layers
 from octavo.model.refresh import refresh_weights
 from octavo.model.step import step as end_step
+from octavo.optim.adamw import AdamW
+from octavo.weights.quantized_weight import QuantizedWeight
 
 CPU_REPEATS = 3
+LEARNING_RATE = 1e-4
 CUDA = torch.device("cuda")
 
 Step = Callable[[], object]
@@ -30,10 +35,11 @@ def batch(tokens: int, inputs: int, outputs: int, device: torch.device | str = C
 
 
 def training_step(
-    module: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None
-) -> Callable[[], None]:
-    """Return a function that sets gradients to None and runs one forward and backward. `call` runs in place of the
-    module, such as its compiled form."""
+    module: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Return a function that sets gradients to None and runs one forward and backward, and then the optimizer's step.
+    `call` runs in place of the module, such as its compiled form."""
     parameters, forward = list(module.parameters()), module if call is None else call
 
     def step() -> None:
@@ -41,18 +47,37 @@ def training_step(
         for p in parameters:
             p.grad = None
         forward(x).backward(dy)
+        if optimizer is not None:
+            optimizer.step()
 
     return step
 
 
-def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+def calibrated_step(
+    module: nn.Module, x: Tensor, dy: Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
     """Return `training_step` after delayed scales follow the data, as in training: codes near zero multiply faster."""
-    step = training_step(module, x, dy)
+    step = training_step(module, x, dy, optimizer=optimizer)
     for _ in range(2):
         step()
-        end_step(module)
-        refresh_weights(module)  # no optimizer owns the weights, so the end of a step invalidates cached codes
+        if optimizer is None:
+            end_step(module)
+            refresh_weights(module)  # no optimizer owns the weights, so the end of a step invalidates cached codes
     return step
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """Return octavo.optim.AdamW if a weight of the module is codes, else torch's, fused on a GPU: in bfloat16 both, so
+    that one moves the bytes of the other. It ends Octavo's steps, too."""
+    parameters = list(module.parameters())
+    optimizer: torch.optim.Optimizer
+    if any([isinstance(p, QuantizedWeight) for p in parameters]):
+        optimizer = AdamW(parameters, lr=LEARNING_RATE, master="bfloat16", states="bfloat16")
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    if any(True for _ in layers(module)):
+        attach(module, optimizer)
+    return optimizer
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -107,6 +132,20 @@ def peak_mib(step: Step, device: torch.device = CUDA) -> float | None:
     step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def allocated() -> int:
+    """Return the bytes of GPU memory that tensors have now; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def held_mib(before: int, module: nn.Module, *others: Tensor) -> float:
+    """Return the MiB that were allocated since `before` and stay between steps: parameters, their codes, the states of
+    an optimizer. It drops all gradients, and leaves out the `others`."""
+    for t in (*module.parameters(), *others):
+        t.grad = None
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before - sum([t.nbytes for t in others])) / 2**20
 
 
 def kept_mib(module: nn.Module, x: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo import backend
 
 BLOCK = 128  # elements that share a scale of 8-bit moments
-SETTINGS = ("decay", "step_size", "root", "blend1", "beta2", "blend2", "eps")
+SETTINGS = ("decay", "step_size", "root", "blend1", "beta2", "blend2", "eps", "unscale", "skip")
 
 
 class Moments(NamedTuple):
@@ -41,12 +41,15 @@ class Moments(NamedTuple):
 
 def adamw(
     values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, *, seed: Tensor | None = None,
-    copy: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Update contiguous values and moments by a gradient, and return the amax of the new values, float32 [1].
+    copy: Tensor | None = None, amaxes: int = 1,
+) -> Tensor | None:  # fmt: skip
+    """Update contiguous values and moments by a gradient, and return the amaxes of the new values, float32 [amaxes], of
+    as many equal parts one after the other; None if that is 0.
 
-    `settings` is float32 [7] on the same device, in the order of SETTINGS: a CUDA graph reads it at each replay. `seed`
+    `settings` is float32 [9] on the same device, in the order of SETTINGS: a CUDA graph reads it at each replay.
+    Gradients are multiplied by `unscale`; with `skip` other than 0 nothing changes. `seed`
     is int64 [2], seed and step, for values that are rounded stochastically. `copy` receives the new values in its own
     dtype."""
-    found: Tensor = backend.implementation(__name__, values).adamw(values, grad, moments, settings, seed, copy)
+    update = backend.implementation(__name__, values).adamw
+    found: Tensor | None = update(values, grad, moments, settings, seed, copy, amaxes)
     return found

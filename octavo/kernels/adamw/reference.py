@@ -5,16 +5,19 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.adamw import BLOCK, Moments
-from octavo.quant.nvfp4.philox import random_bytes
+from octavo.kernels.stochastic_codes.reference import noise_of
 
 _SMALLEST = 2.0**-9  # the least positive E4M3
 
 
 def adamw(
-    values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, seed: Tensor | None, copy: Tensor | None
-) -> Tensor:
-    decay, step_size, root, blend1, beta2, blend2, eps = settings.tolist()
-    g = grad.float()
+    values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, seed: Tensor | None, copy: Tensor | None,
+    amaxes: int,
+) -> Tensor | None:  # fmt: skip
+    decay, step_size, root, blend1, beta2, blend2, eps, unscale, skip = settings.tolist()
+    if skip:
+        return _amaxes(values, amaxes)
+    g = grad.float() * unscale
     average, square = read(moments)
     average = average.lerp(g, blend1)
     square = torch.addcmul(square * beta2, g, g, value=blend2)
@@ -23,7 +26,13 @@ def adamw(
     values.copy_(new if seed is None else _rounded_stochastically(new, seed))
     if copy is not None:
         copy.copy_(values)
-    return values.abs().amax().float().view(1) if values.numel() else values.new_zeros(1, dtype=torch.float32)
+    return _amaxes(values, amaxes)
+
+
+def _amaxes(values: Tensor, number: int) -> Tensor | None:
+    if not number or not values.numel():
+        return values.new_zeros(number, dtype=torch.float32) if number else None
+    return values.view(number, -1).abs().amax(1).float()
 
 
 def read(moments: Moments) -> tuple[Tensor, Tensor]:
@@ -67,9 +76,7 @@ def _encode(x: Tensor, codes: Tensor, scale: Tensor, least: float) -> None:
 
 def _rounded_stochastically(x: Tensor, seed: Tensor) -> Tensor:
     """Round to bfloat16 up or down with the probability of the distance: add 16 random bits, and drop as many."""
-    n = x.numel()
-    r = random_bytes(1, -(-n // 16) * 2, seed, 0).view(-1, 2)
-    noise = (r[:n, 0] | r[:n, 1] << 8).view(x.shape)
+    noise = noise_of(0, 1, x.numel(), seed).view(x.shape)
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int64)
     rounded = torch.where(rounded >= 1 << 31, rounded - (1 << 32), rounded).to(torch.int32).view(torch.float32)

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.adamw import BLOCK, Moments
+from octavo.kernels.stochastic_codes.triton import noise_of
 from octavo.launch import Launch
-from octavo.quant.tile import Variant
+from octavo.quant.tile import Variant, amax_bits, raise_amax
 
 ROWS, WARPS = 8, 4  # blocks of a tile: 0.94 of copy bandwidth, 0.73 with 8-bit moments; 16 rows take 0.93 and 0.62
 _MAX: tl.constexpr = tl.constexpr(448.0)
@@ -29,25 +30,32 @@ def _encoded(x, least: tl.constexpr):
 
 
 @triton.jit
-def _noise(seed, block, B: tl.constexpr, R: tl.constexpr):
-    """16 random bits for each element of [R, B]: one draw of Philox serves eight neighbours."""
-    index = block[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :].to(tl.int64)
-    zero = (index & 0).to(tl.uint32)
-    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero)
-    words = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (R, B))
+def _raise(amax, x, at, N, SIZE, R: tl.constexpr, B: tl.constexpr):
+    """Raises the amaxes of the parts of SIZE elements that a tile lies in."""
+    if amax is not None:
+        if SIZE is None:
+            raise_amax(amax, amax_bits(x))
+        else:
+            first = tl.program_id(0).to(tl.int64) * (R * B)
+            last = tl.minimum(first + R * B, N) - 1
+            for part in range(first // SIZE, last // SIZE + 1):
+                inside = (at >= part * SIZE) & (at < (part + 1) * SIZE)
+                raise_amax(amax + part, amax_bits(tl.where(inside, x, 0.0)))
 
 
 @triton.jit
 def _adamw_kernel(
-    values, grad, average, square, average_scale, square_scale, settings, seed, copy, amax, N,
+    values, grad, average, square, average_scale, square_scale, settings, seed, copy, amax, N, SIZE,
     R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at = block[:, None] * B + tl.arange(0, B)[None, :]
     live = at < N
-    g = tl.load(grad + at, mask=live, other=0.0).to(tl.float32)
+    if tl.load(settings + 8) != 0:  # nothing changes, and a scale may still need the amax
+        if amax is not None:
+            _raise(amax, tl.load(values + at, mask=live, other=0.0).to(tl.float32), at, N, SIZE, R, B)
+        return
+    g = tl.load(grad + at, mask=live, other=0.0).to(tl.float32) * tl.load(settings + 7)
     if average_scale is None:
         m = tl.load(average + at, mask=live, other=0.0).to(tl.float32)
         v = tl.load(square + at, mask=live, other=0.0).to(tl.float32)
@@ -77,28 +85,29 @@ def _adamw_kernel(
         tl.store(square_scale + block, scale, mask=is_block)
     if seed is not None:
         bits = p.to(tl.uint32, bitcast=True)
-        rounded = ((bits + _noise(seed, block, B, R)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        index = block[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :].to(tl.int64)
+        rounded = ((bits + noise_of(seed, index, R, B)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         p = tl.where((bits & 0x7F800000) == 0x7F800000, p, rounded)
     tl.store(values + at, p.to(values.dtype.element_ty), mask=live)
     if copy is not None:
         tl.store(copy + at, p.to(copy.dtype.element_ty), mask=live)
-    # floats that are not negative compare as their bits do; a NaN compares as the largest
-    largest = tl.max(tl.abs(tl.where(live, p, 0.0)).to(tl.int32, bitcast=True))
-    tl.atomic_max(amax, largest)
+    _raise(amax, tl.where(live, p, 0.0), at, N, SIZE, R, B)
 
 
 def adamw(
-    values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, seed: Tensor | None, copy: Tensor | None
-) -> Tensor:
-    amax = torch.zeros(1, dtype=torch.int32, device=values.device)
+    values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, seed: Tensor | None, copy: Tensor | None,
+    amaxes: int,
+) -> Tensor | None:  # fmt: skip
+    amax = torch.zeros(amaxes, dtype=torch.float32, device=values.device) if amaxes else None
     if values.numel():
-        _launch(values.numel())(values, grad.contiguous(), *moments, settings, seed, copy, amax)
-    return amax.view(torch.float32)
+        size = values.numel() // amaxes if amaxes > 1 else None
+        _launch(values.numel(), size)(values, grad.contiguous(), *moments, settings, seed, copy, amax)
+    return amax
 
 
 @lru_cache(maxsize=4096)
-def _launch(n: int) -> Launch:
-    return Launch(_adamw_kernel, triton.cdiv(n, ROWS * BLOCK), (n,), num_warps=WARPS, R=ROWS, B=BLOCK)
+def _launch(n: int, size: int | None) -> Launch:
+    return Launch(_adamw_kernel, triton.cdiv(n, ROWS * BLOCK), (n, size), num_warps=WARPS, R=ROWS, B=BLOCK)
 
 
 def variants() -> list[Variant]:
@@ -106,14 +115,20 @@ def variants() -> list[Variant]:
     for values, copy in (("*fp32", None), ("*fp32", "*bf16"), ("*bf16", None)):
         for grad in ("*fp32", "*bf16"):
             for moment in ("*fp32", "*bf16", "*u8"):
-                scale = "*fp32" if moment == "*u8" else None
-                types = {
-                    "values": values, "grad": grad, "average": moment, "square": moment, "average_scale": scale,
-                    "square_scale": scale, "settings": "*fp32", "seed": "*i64" if values == "*bf16" else None,
-                    "copy": copy, "amax": "*i32", "N": "i32",
-                }  # fmt: skip
-                name = f"adamw of {values} by {grad}, moments {moment}, copy {copy}"
-                signature = {key: kind for key, kind in types.items() if kind is not None}
-                absent = {key: None for key, kind in types.items() if kind is None}
-                found.append(Variant(name, _adamw_kernel, signature, {**absent, "R": ROWS, "B": BLOCK}, WARPS))
+                # a copy is a plain parameter's, which is not measured
+                for amaxes in ("none",) if copy else ("one", "many") if grad == "*bf16" else ("one",):
+                    found.append(_variant(values, copy, grad, moment, amaxes))
     return found
+
+
+def _variant(values: str, copy: str | None, grad: str, moment: str, amaxes: str) -> Variant:
+    scale = "*fp32" if moment == "*u8" else None
+    types = {
+        "values": values, "grad": grad, "average": moment, "square": moment, "average_scale": scale,
+        "square_scale": scale, "settings": "*fp32", "seed": "*i64" if values == "*bf16" else None, "copy": copy,
+        "amax": None if amaxes == "none" else "*fp32", "N": "i32", "SIZE": "i32" if amaxes == "many" else None,
+    }  # fmt: skip
+    name = f"adamw of {values} by {grad}, moments {moment}, copy {copy}" + ", many amaxes" * (amaxes == "many")
+    signature = {key: kind for key, kind in types.items() if kind is not None}
+    absent = {key: None for key, kind in types.items() if kind is None}
+    return Variant(name, _adamw_kernel, signature, {**absent, "R": ROWS, "B": BLOCK}, WARPS)

@@ -1,4 +1,4 @@
-"""A weight held as codes is a tensor: it reads as the values its codes stand for, and a write quantizes anew."""
+"""A weight stored as codes is a tensor: it reads as the values its codes stand for, and a write quantizes anew."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ X = spiky(21, K)
 SIZES = torch.tensor([10, 0, 11])
 
 
-def held(recipe="fp8-current", **settings):
+def quantized_linear(recipe="fp8-current", **settings):
     layer = make(recipe, K, N, **settings)
     octavo.quantize_weights(layer)
     return layer
@@ -76,7 +76,7 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_a_read_sees_what_the_codes_stand_for(read, mode):
-    layer = held()
+    layer = quantized_linear()
     want = values(layer)
     assert want.abs().sum() > 1
     with mode():
@@ -88,7 +88,7 @@ def test_a_read_sees_what_the_codes_stand_for(read, mode):
 @quantized
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_recipes_values_are_read(recipe, dtype):
-    layer = held(recipe, dtype=dtype)
+    layer = quantized_linear(recipe, dtype=dtype)
     assert_same(layer.weight.detach() * 1, values(layer))
     assert layer.weight.dtype == dtype
     grouped = experts(recipe, dtype=dtype)
@@ -100,7 +100,7 @@ def test_every_recipes_values_are_read(recipe, dtype):
 
 
 def test_a_penalty_on_the_weight_has_its_gradient():
-    layer = held()
+    layer = quantized_linear()
     layer.weight.pow(2).sum().backward()
     assert_same(layer.weight.grad, 2 * values(layer))
     layer.weight.grad = None
@@ -113,7 +113,7 @@ def test_a_penalty_on_the_weight_has_its_gradient():
 
 
 def test_a_gradient_of_the_layer_and_one_of_a_penalty_add_up():
-    layer, plain = held(), make("fp8-current", K, N)
+    layer, plain = quantized_linear(), make("fp8-current", K, N)
     plain.load_state_dict(layer.state_dict())
     for model in (layer, plain):
         (model(X).sum() + model.weight.square().sum()).backward()
@@ -122,7 +122,7 @@ def test_a_gradient_of_the_layer_and_one_of_a_penalty_add_up():
 
 
 def test_values_can_be_asked_for():
-    layer = held()
+    layer = quantized_linear()
     dense = layer.weight.dequantize()
     assert type(dense) is torch.Tensor
     assert_same(dense.detach(), values(layer))
@@ -177,7 +177,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_quantizes_anew_in_place(write):
-    layer, plain = held(), make("fp8-current", K, N)
+    layer, plain = quantized_linear(), make("fp8-current", K, N)
     plain.load_state_dict(layer.state_dict())
     before, parameter = layer(X).detach().clone(), layer.weight
     places = [t.data_ptr() for t in codes(layer)]
@@ -225,7 +225,7 @@ def test_a_write_to_one_group_leaves_the_codes_of_the_others():
 
 
 def test_values_of_one_held_weight_are_copied_to_another_bit_for_bit():
-    a, b = held("nvfp4"), make("nvfp4", K, N, seed=9)
+    a, b = quantized_linear("nvfp4"), make("nvfp4", K, N, seed=9)
     octavo.quantize_weights(b)
     with torch.no_grad():
         b.weight.copy_(a.weight)
@@ -245,7 +245,7 @@ def test_data_of_another_view_is_not_taken_for_its_own():
 
 
 def test_a_module_that_is_not_moved_keeps_its_parameter_and_a_cast_keeps_the_gradient():
-    layer = held()
+    layer = quantized_linear()
     layer(X).sum().backward()
     parameter, grad = layer.weight, layer.weight.grad
     assert layer.to(torch.float32).weight is parameter
@@ -253,7 +253,7 @@ def test_a_module_that_is_not_moved_keeps_its_parameter_and_a_cast_keeps_the_gra
 
 
 def test_weights_quantized_in_inference_mode_can_be_trained_through():
-    layer, plain = make("fp8-current", K, N), held()
+    layer, plain = make("fp8-current", K, N), quantized_linear()
     with torch.inference_mode():
         octavo.quantize_weights(layer)
     x, same = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -266,7 +266,7 @@ def test_weights_quantized_in_inference_mode_can_be_trained_through():
 
 
 def test_a_leaf_that_requires_a_gradient_is_written_under_no_grad_only():
-    layer = held()
+    layer = quantized_linear()
     with pytest.raises(RuntimeError, match="leaf"):
         layer.weight.mul_(2)
     with pytest.raises(RuntimeError, match="leaf"):
@@ -274,7 +274,7 @@ def test_a_leaf_that_requires_a_gradient_is_written_under_no_grad_only():
 
 
 def test_a_write_between_forward_and_backward_is_noticed():
-    layer = held()
+    layer = quantized_linear()
     y = layer(X.clone().requires_grad_())
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -295,9 +295,9 @@ def test_a_write_between_forward_and_backward_is_noticed():
 )
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_another_shape_or_memory_is_refused(change):
-    layer = held()
+    layer = quantized_linear()
     before = values(layer).clone()
-    with pytest.raises(UnsupportedConfig, match="held as codes"):
+    with pytest.raises(UnsupportedConfig, match="stored as codes"):
         change(layer.weight)
     assert_same(values(layer), before)
 
@@ -309,23 +309,23 @@ def test_another_shape_or_memory_is_refused(change):
 )
 def test_memory_that_a_held_weight_does_not_have_is_not_given_away(reach):
     with pytest.raises((UnsupportedConfig, RuntimeError), match=r"codes|subclass"):
-        reach(held().weight.detach())
+        reach(quantized_linear().weight.detach())
 
 
 def test_an_operator_that_hides_what_it_writes_is_refused():
     """Collectives do not say that they write: what they wrote would be lost."""
-    layer = held()
+    layer = quantized_linear()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for call in (dist.broadcast, dist.all_reduce):
-            with pytest.raises(UnsupportedConfig, match="held as codes"):
+            with pytest.raises(UnsupportedConfig, match="stored as codes"):
                 call(layer.weight.detach(), *([0] if call is dist.broadcast else []))
     finally:
         dist.destroy_process_group()
 
 
 def test_a_held_weight_is_no_activation():
-    layer, other = held(), make("fp8-current", K, 8)
+    layer, other = quantized_linear(), make("fp8-current", K, 8)
     for op in (other, octavo.ops.GELU(), octavo.ops.Sequential(octavo.ops.RMSNorm(K), other)):
         with pytest.raises(Unsupported, match="dequantize"):
             op(layer.weight)
@@ -336,7 +336,7 @@ def test_a_held_weight_is_no_activation():
 
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}], ids=str)
 def test_a_step_of_an_optimizer_is_refused_and_changes_nothing(settings):
-    layer = held()
+    layer = quantized_linear()
     layer(X).sum().backward()
     before, bias = values(layer).clone(), layer.bias.detach().clone()
     for kind in (torch.optim.SGD, torch.optim.AdamW):
@@ -347,7 +347,7 @@ def test_a_step_of_an_optimizer_is_refused_and_changes_nothing(settings):
 
 
 def test_a_parameter_that_looks_like_one_element_is_updated_as_any_other():
-    held()
+    quantized_linear()
     for p in (nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1).expand(1, 1))):
         p.grad = torch.ones(1, 1)
         torch.optim.SGD([p], lr=0.5).step()
@@ -358,10 +358,9 @@ def test_a_parameter_that_looks_like_one_element_is_updated_as_any_other():
 
 
 def test_held_codes_do_not_serve_another_recipe():
-    layer = held()
+    layer = quantized_linear()
     layer.recipe = None
-    with pytest.raises(UnsupportedConfig, match="fp8-current"):
-        layer(X)
+    torch.testing.assert_close(layer(X), F.linear(X, values(layer), layer.bias))  # no recipe: the values, not the codes
     with octavo.autocast("mxfp8"), pytest.raises(UnsupportedConfig, match="fp8-current"):
         layer(X)
     with octavo.autocast("fp8-current"):
@@ -369,7 +368,7 @@ def test_held_codes_do_not_serve_another_recipe():
 
 
 def test_a_held_weight_serves_whatever_layer_has_it():
-    layer, other = held(), make("fp8-current", K, N, bias=False, seed=9)
+    layer, other = quantized_linear(), make("fp8-current", K, N, bias=False, seed=9)
     want = layer(X) - layer.bias
     other.weight = layer.weight
     assert (other(X) - want).abs().max() < 1e-5
@@ -397,7 +396,7 @@ def test_a_part_of_another_weight_is_not_taken_for_ones_own(compiled):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_values_are_read_in_a_graph(backend):
-    layer = held()
+    layer = quantized_linear()
 
     def call(x):
         return layer(x).sum() + F.linear(x, layer.weight).square().sum() + layer.weight.norm()
@@ -413,7 +412,7 @@ def test_values_are_read_in_a_graph(backend):
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_a_layers_node_takes_the_codes_and_reads_no_values(each, frozen):
-    layer = (held() if each is None else experts(each=each)).requires_grad_(not frozen)
+    layer = (quantized_linear() if each is None else experts(each=each)).requires_grad_(not frozen)
     graphs = []
 
     def noted(graph, _):
@@ -430,7 +429,7 @@ def test_a_layers_node_takes_the_codes_and_reads_no_values(each, frozen):
 
 @pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.data.add_(1), lambda w: w[0].zero_()])
 def test_a_write_in_a_graph_is_refused(write):
-    layer = held()
+    layer = quantized_linear()
     before = values(layer).clone()
 
     @torch.compile(backend="aot_eager")
@@ -438,7 +437,7 @@ def test_a_write_in_a_graph_is_refused(write):
         with torch.no_grad():
             write(layer.weight)
 
-    with pytest.raises(Exception, match="held as codes"):
+    with pytest.raises(Exception, match="stored as codes"):
         call()
     assert_same(values(layer), before)
 
@@ -468,7 +467,7 @@ def test_groups_compile(each, frozen):
 @sample
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_copies_and_pickles_are_held_too(recipe, each):
-    layer = held(recipe) if each is None else experts(recipe, each)
+    layer = quantized_linear(recipe) if each is None else experts(recipe, each)
     arguments = (X,) if each is None else (X, SIZES)
     file = io.BytesIO()
     torch.save(layer, file)
@@ -492,14 +491,14 @@ def inner(p):
 
 
 def test_the_memory_is_the_codes():
-    layer = held("fp8-block")
+    layer = quantized_linear("fp8-block")
     stored = sum(t.nbytes for t in inner(layer.weight))
     assert layer.weight.untyped_storage().nbytes() == stored <= 2 * N * K * 1.1 + 64
 
 
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_a_module_on_the_meta_device_gets_its_codes_by_loading(each):
-    layer = held() if each is None else experts(each=each)
+    layer = quantized_linear() if each is None else experts(each=each)
     arguments = (X,) if each is None else (X, SIZES)
     state, twin = layer.state_dict(), copy.deepcopy(layer)
     twin.to("meta")
@@ -510,7 +509,7 @@ def test_a_module_on_the_meta_device_gets_its_codes_by_loading(each):
 
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_casts_keep_the_codes_and_requires_grad(each):
-    layer = held() if each is None else experts(each=each)
+    layer = quantized_linear() if each is None else experts(each=each)
     before = [t.clone() for p in layer._weight_parts() for t in inner(p) if t.numel() > 1]
     layer.requires_grad_(False)
     layer.to(torch.bfloat16)
@@ -526,7 +525,7 @@ def test_casts_keep_the_codes_and_requires_grad(each):
 
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_parameters_are_drawn_anew_as_codes(each):
-    layer = held("mxfp8") if each is None else experts("mxfp8", each)
+    layer = quantized_linear("mxfp8") if each is None else experts("mxfp8", each)
     kind = {"recipe": "mxfp8"} if each is None else {"recipe": "mxfp8", "single_grouped_weight": not each}
     plain = octavo.Linear(K, N, **kind) if each is None else octavo.GroupedLinear(G, K, N, **kind)
     for model in (layer, plain):
@@ -538,7 +537,7 @@ def test_parameters_are_drawn_anew_as_codes(each):
 
 
 def test_loading_by_assignment_quantizes():
-    layer = held()
+    layer = quantized_linear()
     dense = spiky(N, K, seed=3)
     layer.load_state_dict({"weight": dense, "bias": torch.zeros(N)}, assign=True)
     assert_same(values(layer), quantized_values(dense))
@@ -546,14 +545,14 @@ def test_loading_by_assignment_quantizes():
 
 
 def test_a_held_weight_tells_what_it_is():
-    layer = held()
+    layer = quantized_linear()
     text = repr(layer.weight)
-    assert "fp8-current" in text and "40" in text and "held as codes" in text
+    assert "fp8-current" in text and "40" in text and "stored as codes" in text
     assert "weight that is codes" in repr(layer)
 
 
 def test_reverting_brings_the_values():
-    layer = held()
+    layer = quantized_linear()
     want = layer.weight.detach() * 1
     octavo.revert(layer)
     assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
@@ -565,7 +564,7 @@ def test_reverting_brings_the_values():
 @quantized
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_a_gpu_reads_and_writes_the_same_codes(recipe, each):
-    here = held(recipe) if each is None else experts(recipe, each)
+    here = quantized_linear(recipe) if each is None else experts(recipe, each)
     there = copy.deepcopy(here).to("cuda")
     assert all(t.is_cuda for p in there._weight_parts() for t in inner(p))
     for model in (here, there):
@@ -693,8 +692,8 @@ def negative(weight):
 WRITES = {
     "in place": lambda w: w.mul_(-2),
     "through data": lambda w: w.data.mul_(-2),
-    "from held codes": lambda w: w.copy_(negative(w)),
-    "data of held codes": lambda w: setattr(w, "data", negative(w)),
+    "from quantized codes": lambda w: w.copy_(negative(w)),
+    "data of quantized codes": lambda w: setattr(w, "data", negative(w)),
     "one row": lambda w: w[0].mul_(-2),
 }
 

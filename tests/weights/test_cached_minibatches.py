@@ -1,4 +1,4 @@
-"""The weight cache of a GroupedLinear: is_first_microbatch on the host and on the device, refreshes, stale codes."""
+"""The weight cache of Linear and GroupedLinear: is_first_microbatch on host and device, refreshes, stale codes."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.support.experts import (
+    LAYERS,
     LAYOUTS,
     STATELESS,
     Alone,
@@ -17,12 +18,12 @@ from tests.support.experts import (
     addresses,
     assert_steps,
     batch,
+    cached_codes,
     change,
     experts,
     grid,
-    held,
+    layers,
     own,
-    quantized,
     same_seed,
     sizes,
     stateless,
@@ -34,7 +35,7 @@ from tests.support.steps import assert_state
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@grid(SHIPPED, layout=LAYOUTS)
+@grid(SHIPPED, layout=LAYERS)
 def test_a_cached_minibatch_equals_one_without_a_cache(recipe, layout):
     cached, plain = experts(recipe, **layout), experts(recipe, **layout)
     for minibatch in range(3):
@@ -69,27 +70,27 @@ def test_a_zero_on_the_device_leaves_every_byte_of_the_cache(recipe, layout, dty
     layer, (x, dy) = experts(recipe, **layout), batch()
     flag = torch.ones(1, dtype=dtype)
     first = step(layer, x, dy, is_first_microbatch=flag)
-    codes, places = held(layer), addresses(layer)
+    codes, places = cached_codes(layer), addresses(layer)
     assert sum(t.numel() for t in codes.values()) >= G * N * K // 2
     change(layer, 0.5)
     flag.zero_()
     second = step(layer, x, dy, is_first_microbatch=flag)
     change(layer, -0.5)
     for name, then in codes.items():
-        assert torch.equal(held(layer)[name], then), name
+        assert torch.equal(cached_codes(layer)[name], then), name
     if recipe != "nvfp4":  # which draws for dy
         assert_same(second["dx"], first["dx"])
     flag.fill_(1)
     change(layer, 0.5)
     step(layer, x, dy, is_first_microbatch=flag)
-    assert any(not torch.equal(held(layer)[name], then) for name, then in codes.items())
+    assert any(not torch.equal(cached_codes(layer)[name], then) for name, then in codes.items())
     assert addresses(layer) == places
 
 
-@quantized
-def test_a_cold_cache_is_filled_whatever_the_flag(recipe):
+@grid(QUANTIZED, layout={name: LAYERS[name] for name in ("single", "linear")})
+def test_a_cold_cache_is_filled_whatever_the_flag(recipe, layout):
     for flag in (False, torch.zeros(1, dtype=torch.int32), torch.zeros((), dtype=torch.int32)):
-        layer, twin = experts(recipe), experts(recipe)
+        layer, twin = experts(recipe, **layout), experts(recipe, **layout)
         found = step(layer, *batch(), is_first_microbatch=flag)
         assert_steps(found, step(twin, *batch()))
 
@@ -103,8 +104,9 @@ def test_a_cache_made_without_gradients_is_completed_for_training(recipe, mode):
     assert_steps(step(layer, x, dy, is_first_microbatch=False), Alone(layer, recipe).step(x, dy))
 
 
-def test_bf16_takes_every_flag_and_holds_nothing():
-    layer = experts("bf16")
+@layers
+def test_bf16_takes_every_flag_and_holds_nothing(layout):
+    layer = experts("bf16", **layout)
     want = step(layer, *batch())
     for flag in (True, False, None, torch.ones(1), torch.zeros(1)):
         assert_steps(step(layer, *batch(), is_first_microbatch=flag), want)
@@ -114,16 +116,17 @@ def test_bf16_takes_every_flag_and_holds_nothing():
 # -- where it lives ----------------------------------------------------------------------------------------------------
 
 
-@grid(QUANTIZED, layout=LAYOUTS)
+@grid(QUANTIZED, layout=LAYERS)
 def test_codes_stay_at_their_addresses_and_out_of_the_state_dict(recipe, layout):
     layer = experts(recipe, **layout)
     names = list(layer.state_dict())
     step(layer, *batch(), is_first_microbatch=True)
-    places, before = addresses(layer), held(layer)
+    places, before = addresses(layer), cached_codes(layer)
+    assert sum(t.numel() for t in before.values()) >= sum(w.numel() for w in own(layer)) // 2  # of one orientation
     change(layer)
     step(layer, *batch(seed=2), is_first_microbatch=True)
     assert addresses(layer) == places
-    assert any(not torch.equal(held(layer)[name], then) for name, then in before.items())
+    assert any(not torch.equal(cached_codes(layer)[name], then) for name, then in before.items())
     octavo.refresh_weights(layer)
     assert addresses(layer) == places
     assert list(layer.state_dict()) == names

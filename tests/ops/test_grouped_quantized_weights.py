@@ -1,4 +1,4 @@
-"""Weights of a GroupedLinear that are held as codes: those of Linears, in either layout."""
+"""Weights of a GroupedLinear that are stored as codes: those of Linears, in either layout."""
 
 import pytest
 import torch
@@ -48,5 +48,5 @@ def test_held_codes_of_groups_are_all_there_is():
         p.requires_grad_(False)
     assert stacked(layer._weight_parts()).untyped_storage().nbytes() == 4
     octavo.revert(layer)
-    assert not layer._codes.held
+    assert not layer._codes.has_quantized_weight
     assert all(p.stride() == (K, 1) for p in layer._weight_parts())
