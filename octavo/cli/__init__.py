@@ -2,6 +2,7 @@
 docstring is its help text."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = make_parser(__version__)
     arguments = parser.parse_args(argv)
+    arguments.command_line = shlex.join(["octavo", *(sys.argv[1:] if argv is None else argv)])
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2

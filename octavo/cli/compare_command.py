@@ -17,14 +17,19 @@ from pathlib import Path
 
 from octavo.cli import options, output
 from octavo.cli.target import add_target, loaded
+from octavo.errors import UnsupportedConfig
 from octavo.inspection.compare import compare
+from octavo.model.policy import Policy
 from octavo.recipes import recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("first", metavar="A", help="a recipe, such as fp8-block")
-    parser.add_argument("second", metavar="B", help="another recipe, such as nvfp4")
+    parser.add_argument("second", metavar="B", nargs="?", default=None, help="another recipe, such as nvfp4")
+    parser.add_argument(
+        "--policy", default=None, metavar="FILE", help="in place of B: give each layer the recipe that this file has"
+    )
     parser.add_argument(
         "--steps", type=options.count, default=None, metavar="N",
         help="run N batches, beginning again after the last; default: each batch once",
@@ -34,12 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    first, second = recipe(arguments.first), recipe(arguments.second)
+    if (arguments.second is None) == (arguments.policy is None):
+        raise UnsupportedConfig("octavo compare takes two recipes, or one and --policy FILE. Name both sides once.")
+    first = recipe(arguments.first)
+    second = recipe(arguments.second) if arguments.policy is None else Policy.load(arguments.policy)
     with loaded(arguments.target) as (model, batches):
         runs = batches if arguments.steps is None else list(islice(cycle(batches), arguments.steps))
         found = compare(model, runs, first, second)
     if arguments.html is not None:
-        output.write(Path(arguments.html), found.html())
+        output.write(Path(arguments.html), found.html(output.command_line(arguments)))
     report = {"recipes": found.recipes, "batches": found.batches, "losses": found.losses}
     output.deliver({**report, "gradients": [row._asdict() for row in found.rows]}, str(found), arguments.json)
     return 0

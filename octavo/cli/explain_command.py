@@ -1,9 +1,10 @@
 """Report what torch.compile does with your model: graphs, breaks, recompiles, skipped CUDA graphs, and layers.
 
-Write a function without arguments in a module of your own. It returns the model and its inputs, in one of two forms:
+Write a function without arguments in a module of your own. It returns the model and its inputs, in one of three forms:
 
     model, x, y                           one call, model(x, y)
-    model, [(x1, y1), (x2, y2)]           one call per tuple; another size shows its recompile
+    model, {"input_ids": x, "labels": y}  one call by keyword, as models of transformers take a batch
+    model, [(x1, y1), (x2, y2)]           one call per tuple or dict; another size shows its recompile
 
 Python looks for the module in the current folder first. The command runs forward and backward on a copy of the model.
 On a GPU it uses Inductor, with CUDA graphs unless --mode says otherwise. On a CPU it captures the graphs and generates
@@ -24,6 +25,8 @@ from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import explain
 from octavo.inspection.report import CompileReport
+from octavo.inspection.steps import give_recipe
+from octavo.recipes import recipe
 from octavo.text import plural
 
 CONDITIONS: dict[str, tuple[str, Callable[[CompileReport], Sequence[object]]]] = {
@@ -35,6 +38,7 @@ CONDITIONS: dict[str, tuple[str, Callable[[CompileReport], Sequence[object]]]] =
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
+    parser.add_argument("--recipe", default=None, help="explain the model in this recipe; default: as it is")
     parser.add_argument(
         "--mode", default=None,
         help="mode of torch.compile, such as max-autotune; default: reduce-overhead on a GPU, none on a CPU",
@@ -43,15 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on", default="", metavar="LIST",
         help=f"exit with code 1 if there is one of these, comma-separated: {', '.join(CONDITIONS)}; default: none",
     )  # fmt: skip
+    parser.add_argument("--memory", action="store_true", help="also count the memory of a step by module; default: no")
     output.add_json(parser, "the report")
 
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = parse_conditions(arguments.fail_on)
+    chosen = None if arguments.recipe is None else recipe(arguments.recipe)
     with loaded(arguments.target) as (model, batches):
+        if chosen is not None:
+            give_recipe(model, chosen)
         if arguments.mode is not None:
             check_compiler(next((p.device for p in model.parameters()), torch.device("cpu")))
-        report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
+        first, *rest = batches
+        inputs, named = (first, {}) if isinstance(first, tuple) else ((), first)
+        report = explain(model, *inputs, kwargs=named, then=rest, mode=arguments.mode, memory=arguments.memory)
     output.deliver(report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
         output.say("--fail-on skip: this run used no CUDA graphs, so none could be skipped.")

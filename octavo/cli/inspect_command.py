@@ -21,9 +21,12 @@ from octavo.errors import UnsupportedConfig
 from octavo.inspection.inspect import Inspection, inspect
 from octavo.inspection.steps import give_recipe, gradients_of
 from octavo.model.layer_lookup import layers
+from octavo.model.policy import Policy
 from octavo.model.step import step
-from octavo.recipes import recipe
+from octavo.recipes import Recipe, recipe
 from octavo.text import plural
+
+TRIED = 2  # batches on which other recipes are tried
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +34,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", default=None, help="run the model in this recipe, such as nvfp4; default: as your function made it"
     )
+    parser.add_argument(
+        "--policy", default=None, metavar="FILE", help="run each layer in the recipe that this TOML file gives it"
+    )
     parser.add_argument("--steps", type=options.count, default=4, metavar="N", help="how many steps; default: 4")
-    parser.add_argument("--html", default=None, metavar="FILE", help="also write the report with plots to FILE")
+    parser.add_argument(
+        "--top", type=options.count, default=8, metavar="N",
+        help="list N layers, those with findings and then the worst first; default: 8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--advise", action="store_true",
+        help="try other recipes for the layers with findings, and print which one helps most",
+    )  # fmt: skip
+    parser.add_argument(
+        "--write-policy", default=None, metavar="FILE",
+        help="as --advise, and write a policy with the recipes that helped, as TOML: octavo.Policy.load reads it",
+    )  # fmt: skip
+    parser.add_argument("--html", default=None, metavar="FILE", help="also write the report as a page to FILE")
     parser.add_argument("--fail", action="store_true", help="exit with code 1 if the report has a finding")
     output.add_json(parser, "the report")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = None if arguments.recipe is None else recipe(arguments.recipe)
+    if arguments.recipe is not None and arguments.policy is not None:
+        raise UnsupportedConfig("--recipe and --policy both give each layer its recipe. Leave one out.")
+    chosen: Recipe | Policy | None = None if arguments.recipe is None else recipe(arguments.recipe)
+    chosen = chosen if arguments.policy is None else Policy.load(arguments.policy)
     with loaded(arguments.target) as (model, batches):
         if chosen is not None:
             give_recipe(model, chosen)
@@ -53,9 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
                 gradients_of(model, batches[place % len(batches)])
                 step(model)
                 report.next_step()
+        if arguments.advise or arguments.write_policy is not None:
+            report.try_recipes(batches[:TRIED])
+    if arguments.write_policy is not None:
+        output.write(Path(arguments.write_policy), str(report.policy()))
     if arguments.html is not None:
-        output.write(Path(arguments.html), report.html())
-    output.deliver(as_dict(report), str(report), arguments.json)
+        output.write(Path(arguments.html), report.html(output.command_line(arguments)))
+    output.deliver(as_dict(report), report.text(arguments.top), arguments.json)
     found = report.findings()
     if arguments.fail and found:
         count = plural(len(found), "finding")
@@ -67,9 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
 def as_dict(report: Inspection) -> output.Report:
     return {
         "findings": report.findings(),
+        "advice": [one._asdict() for one in report._advice],
         "tensors": [
             {"layer": row.layer, "tensor": row.tensor, "cast": row.cast, "calls": row.calls, **row.numbers(),
-             "amaxes": row.amaxes, "scales": row.scales}
+             "amaxes": row.amaxes, "scales": row.scales, "values": row.values}
             for row in report.rows()
         ],
     }  # fmt: skip

@@ -41,6 +41,19 @@ def count(text: str) -> int:
     return int(text)
 
 
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of comma-separated names out of known ones."""
+
+    def read(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        for name in found:
+            if name not in known:
+                raise ArgumentTypeError(f"expected names out of {', '.join(known)}, comma-separated; got {name!r}")
+        return found
+
+    return read
+
+
 def seed(text: str) -> int:
     """Parse an int that torch takes as a seed."""
     if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or not -(2**63) <= int(text) < 2**63:

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,6 +62,12 @@ def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -
         _save(report, target, indent)
     finally:
         _show(report, text, target, indent)
+
+
+def command_line(arguments: Namespace) -> str:
+    """Return the command as it can be pasted."""
+    found: str = getattr(arguments, "command_line", "")
+    return found
 
 
 def say(sentence: str) -> None:

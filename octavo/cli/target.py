@@ -3,7 +3,7 @@
 import importlib
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.errors import UnsupportedConfig
 
-Batches = list[tuple[Any, ...]]
+Batches = list[tuple[Any, ...] | Mapping[str, Any]]
 
 
 def add_target(parser: ArgumentParser) -> None:
@@ -58,13 +58,15 @@ def _check_callable_alone(target: str, function: Any) -> None:
 
 def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
     model, *inputs = found if isinstance(found, tuple) and found else (found,)
-    batches = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
+    batches: Any = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        batches = [inputs[0]]
     if not isinstance(model, nn.Module) or not inputs:
         raise UnsupportedConfig(
             f"{target} must return (model, *inputs), a torch.nn.Module first, got {_got(found)}. Or (model, "
             "[(x1, y1), (x2, y2)])."
         )
-    if not batches or not all(isinstance(batch, tuple) for batch in batches):
+    if not batches or not all(isinstance(batch, tuple | Mapping) for batch in batches):
         raise UnsupportedConfig(
             f"{target} returned a list after the model, which is one tuple of arguments for each call, got a list of "
             f"{_kinds(tuple(batches))}. Write [(x,)], or (model, x) for a single call."

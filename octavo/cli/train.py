@@ -47,6 +47,7 @@ from torch import Tensor
 from octavo.cli import machine, options, output
 from octavo.demo import corpus, page, saves, split_model
 from octavo.demo.gpt import GPT
+from octavo.demo.headline import headline
 from octavo.demo.saves import Keeper, Saves
 from octavo.demo.train_text import render, runs_of
 from octavo.demo.training import (
@@ -145,10 +146,10 @@ def _page_of(arguments: argparse.Namespace) -> str | None:
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
-    page_at = _page_of(arguments)
+    page_at, command = _page_of(arguments), output.command_line(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
     try:
-        report = output.produce(partial(compare, plan, subjects, saved), render, arguments.json)
+        report = output.produce(partial(compare, plan, subjects, saved, command), render, arguments.json)
     except output.Interrupted as stop:
         said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
@@ -193,7 +194,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
     if target is None or not runs_of(report):
         return []
     output.write(Path(target), page.render(report))
-    return [f"The page of this report is {target}."]
+    return [f"{headline(runs_of(report))}. The page of this report is {target}."]
 
 
 def check_compiler(device: torch.device) -> None:
@@ -205,9 +206,10 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, report: dict[str, Any]) -> None:
+def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, command: str, report: dict[str, Any]) -> None:
     """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
+    report["command"] = command
     report["routes"] = [row for subject in subjects for row in routes(subject, plan.device)]
     for subject in subjects:
         if isinstance(subject.chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run

@@ -1,14 +1,16 @@
-"""A training report as one HTML page: curves, what recipes did to the tensors of each layer, time, memory, and how all
-of it was made."""
+"""A training report as one HTML page: how it ended, curves, what recipes did to the tensors of each layer, time,
+memory, and how all of it was made."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from octavo.demo.headline import ABOVE, LOST, card, caution, headline, outcome
 from octavo.demo.train_text import gap_text, runs_of
 from octavo.inspection.charts import Curve, figure
-from octavo.inspection.webpage import Markup, bullets, document, heading, named, paragraph, shaded, table
+from octavo.inspection.heat import HeatMap, Sample, scale
+from octavo.inspection.webpage import Markup, cards, document, folded, heading, named, paragraph, table, try_next
 
 SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
@@ -19,49 +21,59 @@ BAND = "The band is two standard errors of the running mean."
 RANKING = (
     "One run is no ranking: another seed moves the gap of a small model by half a percent, after few steps by more."
 )
-NUMERICS = (
-    "Means over the sampled steps, each measured by octavo.inspect on a copy of the model. Underflow: values that are "
-    "not zero and become zero; saturated, where there are any: values beyond the largest code; SQNR: signal to "
-    "quantization noise; cosine: that of dx and dw with those of the same layer in float32. The more "
-    "orange a cell, the worse."
-)
+NUMERICS = "Means over the sampled steps, each measured by octavo.inspect on a copy of the model."
 MEMORY = (
     "A step is the mean of the second half. The first step contains the compilation of kernels and graphs. Kept: what "
     "one forward keeps for its backward, eager, without the parameters. Peak: the most that the GPU held, weights, "
     "gradients and optimizer included."
 )
-# columns of a layer's row: the number, the tensors that have it, the values at which a cell is not and is fully shaded
-COLUMNS = (
-    ("underflow", ("x", "w", "dy"), 0.02, 0.3),
-    ("saturated", ("x", "w", "dy"), 0.0, 0.05),
-    ("sqnr", ("x", "w", "dy", "y"), 26.0, 12.0),
-    ("cosine", ("dx", "dw"), 0.999, 0.95),
-)
 
 
 def render(report: dict[str, Any]) -> str:
     """Return the page of a report of `octavo train`, as far as it got."""
-    runs, plan = runs_of(report), report["plan"]
+    runs, plan, gpu = runs_of(report), report["plan"], bool(report["machine"]["gpu"])
+    base, *others = runs
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
     losses = [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs]
-    sampled = [run for run in runs if run.get("numerics")]
+    heats = {run["recipe"]: _heat(place, run) for place, run in enumerate(runs) if run.get("numerics")}
     ended = [run for run in runs if run["loss"] is not None]
+    title = f"Training loss by step, mean over {100 * SMOOTH:.0f} % of the steps"
     parts = [
         paragraph(_head(report), soft=True),
+        *((paragraph(caution(plan["steps"])),) if others else ()),
+        *((cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),) if others else ()),
         heading("Loss"),
-        figure(losses, f"Training loss by step, in nats per byte, mean over {100 * SMOOTH:.0f} % of the steps"),
+        *(_gaps(runs, colours) if others else ()),
+        figure(losses, title, "nats per byte"),
         _summary(runs, colours),
-        *(_gaps(runs, colours) if len(runs) > 1 else ()),
-        *((heading("What the recipe does to each layer"), paragraph(NUMERICS, soft=True)) if sampled else ()),
-        *(part for run in sampled for part in _numerics(run, colours[run["recipe"]])),
+        *((heading("What the recipe does to each layer"), paragraph(NUMERICS, soft=True), scale()) if heats else ()),
+        *(part for run in runs if run["recipe"] in heats for part in _numerics(run, heats[run["recipe"]], colours)),
+        _next(others, plan, report.get("policies", {})),
         *(_cost(ended, colours, plan) if ended else ()),
         *(part for run in runs if run.get("load") for part in _load(run)),
         *(_routes(report["routes"]) if report.get("routes") else ()),
         *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
-        heading("How it was made"),
-        table((), _settings(plan, report["machine"]), left=True),
+        folded("How it was made", table((), _settings(plan, report["machine"]), words=True)),
     ]
-    return document(f"{_model(plan)}: {', '.join(run['recipe'] for run in runs)}", parts, wide=bool(sampled))
+    return document(headline(runs), parts)
+
+
+def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> Markup:
+    """Return what to run now: a recipe that ended above with a GEMM of it unquantized, or this run with other seeds."""
+    shape = plan["shape"]
+    model = "moe" if shape.get("mixture") else shape["family"]
+    size = ",".join(str(shape[name]) for name in ("width", "layers", "heads", "context") if name in shape)
+    base = f"octavo train --model {model} --size {size} --steps {plan['steps']} --batch {plan['batch']}"
+    names = [run["recipe"] for run in others]
+    sick = [run["recipe"] for run in others if outcome(run) in (ABOVE, LOST) and run["recipe"] not in policies]
+    if sick:
+        said = "See whether the gap comes from the weight gradients or from the forward: leave one of them in bf16."
+        name = sick[0].removesuffix(")") + (", " if sick[0].endswith(")") else "(")
+        unquantized = [gemm for gemm in ("wgrad", "fprop") if f"{gemm}=" not in name]
+        return try_next(said, [f"{base} --recipe \"{name}{gemm}='bf16')\"" for gemm in unquantized])
+    given = "".join(f" --policy {name}" if name in policies else f' --recipe "{name}"' for name in names)
+    said = "Run other seeds: a gap that keeps its sign and size over three seeds is one."
+    return try_next(said, [f"{base}{given} --seed {plan['seed'] + n}" for n in (1, 2)])
 
 
 def _model(plan: dict[str, Any]) -> str:
@@ -70,8 +82,11 @@ def _model(plan: dict[str, Any]) -> str:
 
 def _head(report: dict[str, Any]) -> str:
     facts, plan = report["machine"], report["plan"]
-    said = f"{plan['steps']} steps of {plan['batch']} × {plan['shape']['context']} bytes, seed {plan['seed']}, on "
-    said += facts["gpu"] or "a CPU"
+    said = f"{_model(plan)}, {plan['steps']} steps of {plan['batch']} × {plan['shape']['context']} bytes, "
+    said += f"seed {plan['seed']}, on {facts['gpu'] or 'a CPU'}"
+    said += ", compiled" if plan["compile"] else ""
+    said += f". octavo {facts['octavo']}, torch {facts['torch']}"
+    said += f": {report['command']}" if report.get("command") else ""
     return said + (". Interrupted." if report.get("interrupted") else ".")
 
 
@@ -94,9 +109,9 @@ def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Marku
     for run in runs[1:]:
         values, band = gaps(run["losses"], runs[0]["losses"])
         above.append(Curve(run["recipe"], values, colours[run["recipe"]], band))
-    title = f"Training loss above {runs[0]['recipe']} by step, in percent, smoothed alike"
+    title = f"Training loss above {runs[0]['recipe']} by step, running means"
     said = [NOISE, *([BAND] if any(curve.with_band() for curve in above) else []), RANKING]
-    return [figure(above, title, zero=True), paragraph(" ".join(said), soft=True)]
+    return [figure(above, title, "percent", zero=True), paragraph(" ".join(said), soft=True)]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -194,47 +209,14 @@ def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _numerics(run: dict[str, Any], colour: str) -> list[Markup]:
-    """Return a table with a row for each layer, and what is wrong in sentences."""
-    samples = run["numerics"]
-    steps = ", ".join(str(sample["step"]) for sample in samples)
-    layers = list(dict.fromkeys(layer for sample in samples for layer in sample["layers"]))
-    header, columns = ["layer"], [[layer or "(model)" for layer in layers]]
-    for number, tensors, *bounds in COLUMNS:
-        for tensor in tensors:
-            found = [_over_steps(samples, layer, tensor, number) for layer in layers]
-            if _is_shown(number, found):
-                header.append(f"{'SQNR' if number == 'sqnr' else number} {tensor}")
-                columns.append([_cell(by_step, number, bounds) for by_step in found])
-    sentences = list(dict.fromkeys(sentence for sample in samples for sentence in sample["findings"]))
-    head = heading(named(colour, f"{run['recipe']}, steps {steps}"), 3)
-    return [head, *([bullets(sentences)] if sentences else []), table(header, list(zip(*columns, strict=True)))]
+def _heat(place: int, run: dict[str, Any]) -> HeatMap:
+    samples = [Sample(sample["step"], sample["layers"]) for sample in run["numerics"]]
+    found = list(dict.fromkeys(sentence for sample in run["numerics"] for sentence in sample["findings"]))
+    return HeatMap(f"run{place}", samples, found)
 
 
-def _over_steps(samples: Sequence[dict[str, Any]], layer: str, tensor: str, number: str) -> dict[int, float]:
-    """Return a number of a layer's tensor by step, where it exists."""
-    found = {sample["step"]: sample["layers"].get(layer, {}).get(tensor, {}).get(number) for sample in samples}
-    return {step: value for step, value in found.items() if value is not None}
-
-
-def _is_shown(number: str, column: Sequence[dict[int, float]]) -> bool:
-    """Whether a column says anything: saturation is rare, and a column of zeros would only widen the table."""
-    values = [value for by_step in column for value in by_step.values()]
-    return any(values) if number == "saturated" else bool(values)
-
-
-def _cell(by_step: dict[int, float], number: str, bounds: Sequence[float]) -> str:
-    """Return the mean as text, shaded by how bad it is; each step's value is in the title."""
-    if not by_step:
-        return "–"
-    mean, (good, bad) = fmean(by_step.values()), bounds
-    each = ", ".join(f"step {step}: {_number(value, number)}" for step, value in by_step.items())
-    return shaded(_number(mean, number), min(max((mean - good) / (bad - good), 0.0), 1.0), each)
-
-
-def _number(value: float, number: str) -> str:
-    if number == "sqnr":
-        return f"{value:.1f} dB"
-    if number == "cosine":
-        return f"{value:.4f}"
-    return "0 %" if value == 0 else f"{100 * value:.2f} %" if value >= 5e-5 else "< 0.01 %"
+def _numerics(run: dict[str, Any], heat: HeatMap, colours: dict[str, str]) -> list[Markup]:
+    """Return what is wrong in sentences, and the heat map of a run."""
+    steps = ", ".join(str(sample["step"]) for sample in run["numerics"])
+    title = heading(named(colours[run["recipe"]], f"{run['recipe']}, steps {steps}"), 3)
+    return [title, heat.findings(), heat.html(f"Layers in {run['recipe']}, the worst first")]

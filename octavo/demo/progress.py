@@ -17,15 +17,15 @@ class Progress:
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.live = title, total, sys.stderr.isatty()
         self.bar = _rich_bar(title, total) if self.live else None
-        self.shown = -math.inf  # when the last text was
+        self.last_shown_at = -math.inf  # when the last text was
 
     def due(self, done: int) -> bool:
         if self.live and done < self.total:
-            return time.perf_counter() - self.shown >= INTERVAL
+            return time.perf_counter() - self.last_shown_at >= INTERVAL
         return done * LINES // self.total > (done - 1) * LINES // self.total
 
     def show(self, done: int, text: str) -> None:
-        self.shown = time.perf_counter()
+        self.last_shown_at = time.perf_counter()
         if self.bar is not None:
             self.bar.start()  # once; a run that shows nothing draws no bar
             self.bar.update(self.bar.task_ids[0], completed=done, text=text, refresh=True)
@@ -37,7 +37,7 @@ class Progress:
         """End the line of a terminal, so that other text starts on a new one."""
         if self.bar is not None:
             self.bar.stop()
-        elif self.live and self.shown > -math.inf:
+        elif self.live and self.last_shown_at > -math.inf:
             print(file=sys.stderr)
         self.live, self.bar = False, None
 

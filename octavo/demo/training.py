@@ -170,7 +170,7 @@ def train(
         losses.append(loss)
         clock.tick(step)
         if show and progress.due(step):
-            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s  {clock.told(step)}")
+            progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s  {clock.text(step)}")
         if sampler.due(step):
             with clock.stopped():
                 sampler.take(step, model)
@@ -297,7 +297,7 @@ class Clock:
         """Return the tokens per second of this process after its first step, as far as the host knows; 0 before."""
         return self.steps * self.plan.tokens() / max(self._now() - (self.begun or 0.0), 1e-9)
 
-    def told(self, step: int) -> str:
+    def text(self, step: int) -> str:
         """Return the seconds so far and those left, as a text. A step takes as long as those of this process did, its
         first left out unless it is the only one."""
         now, left = self._now(), self.plan.steps - step

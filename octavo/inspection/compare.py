@@ -9,17 +9,38 @@ from torch import Tensor, nn
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
-from octavo.inspection.charts import bars
 from octavo.inspection.explain import copied
+from octavo.inspection.provenance import provenance, subject
 from octavo.inspection.steps import Loss, give_recipe, gradients_of, listed
-from octavo.inspection.webpage import document, paragraph, table
+from octavo.inspection.webpage import (
+    Card,
+    Cell,
+    HeatRow,
+    cards,
+    document,
+    folded,
+    heading,
+    heat_map,
+    paragraph,
+    shading,
+    try_next,
+)
 from octavo.model.layer_lookup import check_model, layers
+from octavo.model.policy import Policy
 from octavo.model.step import step
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
-from octavo.text import columns
+from octavo.text import columns, one_line
 
 ALL = "(all)"  # the row of all parameters together
+ALIKE = 1.1  # two errors whose ratio is less are alike: few batches do not tell them apart
+SHOWN = 16  # parameters that a page does not fold
+ERROR, COSINE = (0.05, 0.5), (0.999, 0.9)  # the values at which a cell is not and is fully shaded
+SHADING = "A cell is unshaded at an error of 5 % or a cosine of 0.999, and fully shaded at 50 % or 0.9."
+MEANING = (
+    "Error: the norm of the difference from the unquantized gradient, by the norm. Those whose errors differ most are "
+    "first. An error of one step is no loss: octavo train shows where it ends."
+)
 
 
 class ComparedRow(NamedTuple):
@@ -52,12 +73,14 @@ class Comparison(NamedTuple):
         batches: how many batches were run.
         losses: the mean loss: unquantized, first recipe, second recipe.
         rows: a row for all parameters together, then one for each parameter, in the order of the model.
+        subject: the model and its device, in words.
     """
 
     recipes: tuple[str, str]
     batches: int
     losses: tuple[float, float, float]
     rows: tuple[ComparedRow, ...]
+    subject: str = ""
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers as a flat dict, for loggers.
@@ -85,7 +108,7 @@ class Comparison(NamedTuple):
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def save_html(self, path: str) -> None:
-        """Write the table and a plot of the errors as one HTML file without other files.
+        """Write the answer and the table, shaded by error, as one HTML file without other files.
 
         Args:
             path: the file.
@@ -99,8 +122,11 @@ class Comparison(NamedTuple):
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.html())
 
-    def html(self) -> str:
+    def html(self, command: str = "") -> str:
         """Return the text of `save_html`.
+
+        Args:
+            command: the command that made the report, which the page then names.
 
         Returns:
             A whole HTML page.
@@ -109,14 +135,22 @@ class Comparison(NamedTuple):
             >>> octavo.compare(octavo.Linear(64, 64), [torch.randn(32, 64)], "mxfp8", "nvfp4").html()[:15]
             '<!DOCTYPE html>'
         """
-        ordered, (first, second) = self._ordered(), self._names()
-        header, *rows = self._cells(ordered)
-        errors = [error for row in ordered for error in (row.first_error, row.second_error)]
-        largest = max(filter(math.isfinite, errors), default=0) or 1
-        plots = [bars(row.first_error, row.second_error, largest) for row in ordered]
-        body = [[*cells, plot] for cells, plot in zip(rows, plots, strict=True)]
-        head = (*header, f"error up to {largest:.0%}: {first} above, {second} below")
-        return document("octavo.compare", [paragraph(self._title()), table(head, body, left=True)], wide=True)
+        header, *rows = self._cells(self._ordered())
+        heat = [_heat_row(row, cells) for row, cells in zip(self._ordered(), rows, strict=True)]
+        parts = [
+            paragraph(provenance(self.subject or "A model", self._measured(), command), soft=True),
+            cards([self._card(place) for place in (0, 1)]),
+            heading("Gradients"),
+            shading(f"{SHADING} {MEANING}"),
+            heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1]),
+        ]
+        if rest := heat[SHOWN + 1 :]:
+            said = f"{len(rest)} more parameters, whose errors differ less"
+            parts.append(folded(said, heat_map("The other gradients", header, rest)))
+        said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
+        target = command.split()[2] if command.startswith("octavo compare ") else "mymodule:example"
+        commands = [f'octavo inspect {target} --recipe "{recipe}" --html inspect.html' for recipe in self.recipes]
+        return document(self._headline(), [*parts, try_next(said, commands)])
 
     def __str__(self) -> str:
         return "\n".join([self._title(), "", *columns(self._cells(self._ordered()))])
@@ -125,6 +159,33 @@ class Comparison(NamedTuple):
         """The whole gradient, then the parameters, those with the largest difference first."""
         whole, *rest = self.rows
         return [whole, *sorted(rest, key=lambda row: -abs(row.first_error - row.second_error))]
+
+    def _headline(self) -> str:
+        """Return which recipe's gradients are nearer to the unquantized ones, if one's are."""
+        whole, names = self.rows[0], self._names()
+        errors = sorted(zip((whole.first_error, whole.second_error), names, strict=True))
+        (low, nearer), (high, other) = errors
+        if not math.isfinite(high) or not math.isfinite(low):
+            lost = [name for error, name in errors if not math.isfinite(error)]
+            return f"Gradients of {' and '.join(lost)} are not finite"
+        if high <= ALIKE * low:
+            return (
+                f"Gradients of {names[0]} and {names[1]} are about as near to unquantized ones ({low:.1%}, {high:.1%})"
+            )
+        return f"Gradients of {nearer} are nearer to unquantized ones: error {low:.1%}, against {high:.1%} in {other}"
+
+    def _card(self, place: int) -> Card:
+        whole, *rest = self.rows
+        error = (whole.first_error, whole.second_error)[place]
+        lines = [f"Cosine {(whole.first, whole.second)[place]:.5f}", f"Mean loss {self.losses[place + 1]:.5g}, "
+                 f"{self.losses[0]:.5g} unquantized"]  # fmt: skip
+        if rest:
+            worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
+            lines.append(f"Worst: {one_line(worst.parameter)}, {(worst.first_error, worst.second_error)[place]:.1%}")
+        return Card(self._names()[place], f"{error:.1%}", "error of the whole gradient", lines)
+
+    def _measured(self) -> str:
+        return f"gradients over {self.batches} batch{'' if self.batches == 1 else 'es'}, without an optimizer"
 
     def _title(self) -> str:
         names = ("unquantized", *self._names())
@@ -146,10 +207,28 @@ class Comparison(NamedTuple):
         return first, f"{second} (2)" if first == second else second
 
 
+def _heat_row(row: ComparedRow, cells: Sequence[str]) -> HeatRow:
+    """Return a row of the page, from the text of its columns."""
+    errors, cosines = (row.first_error, row.second_error), (row.first, row.second)
+    shades = [0.0, *(_shade(value, COSINE) for value in cosines), *(_shade(value, ERROR) for value in errors), 0.0]
+    name, *texts = cells
+    return HeatRow(one_line(name), [Cell(text, shade) for text, shade in zip(texts, shades, strict=True)])
+
+
+def _shade(value: float, bounds: tuple[float, float]) -> float:
+    good, bad = bounds
+    return min(max((value - good) / (bad - good), 0.0), 1.0) if math.isfinite(value) else 1.0
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()  # it compares gradients, which a caller without them asks for all the same
 def compare(
-    model: nn.Module, batches: Iterable[Any], first: str | Recipe, second: str | Recipe, *, loss: Loss | None = None
+    model: nn.Module,
+    batches: Iterable[Any],
+    first: str | Recipe | Policy,
+    second: str | Recipe | Policy,
+    *,
+    loss: Loss | None = None,
 ) -> Comparison:
     """Compute the gradients of two recipes on the same batches at the same weights, beside the unquantized ones.
 
@@ -161,7 +240,7 @@ def compare(
         model: a module. Its quantized layers get the recipes; if it has no Octavo layer, `octavo.convert` makes them.
         batches: the arguments of each call, a tuple each, or a tensor for a model of one argument.
         first: a recipe: a name, a canonical string or a `Recipe`.
-        second: another recipe.
+        second: another recipe. Each may be an `octavo.Policy`, too.
         loss: a function of the model's output that returns the loss. None takes the first output that needs a gradient
             if it is one number, and else its product with a fixed random direction.
 
@@ -180,12 +259,12 @@ def compare(
     """
     model = uncompiled(model)
     check_model(model, "compare", error=UnsupportedConfig)
-    recipes = resolve("bf16"), resolve(first), resolve(second)
+    recipes = [one if isinstance(one, Policy) else resolve(one) for one in ("bf16", first, second)]
     runs = listed(batches)
     subjects = [copied(model, "compare") for _ in recipes]
-    for subject, one in zip(subjects, recipes, strict=True):
-        give_recipe(subject, one)
-        for _, layer in layers(subject):
+    for copy, one in zip(subjects, recipes, strict=True):
+        give_recipe(copy, one)
+        for _, layer in layers(copy):
             layer.fuse_wgrad_accumulation = layer.delay_wgrad_compute = False  # every gradient is in .grad
     names = [name for name, p in subjects[0].named_parameters() if p.requires_grad]
     sums: dict[str, Tensor] = {}
@@ -193,18 +272,23 @@ def compare(
     gpus = [t.device for t in model.parameters() if t.device.type == "cuda"]
     for place, batch in enumerate(runs):
         found = []
-        for subject in subjects:
+        for copy in subjects:
             with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))):
                 torch.manual_seed(place)
-                subject.zero_grad()
-                found.append(gradients_of(subject, batch, loss))
-            step(subject)
+                copy.zero_grad()
+                found.append(gradients_of(copy, batch, loss))
+            step(copy)
         losses.append(torch.stack([value.double() for value in found]))
-        _add(sums, names, [dict(subject.named_parameters()) for subject in subjects])
+        _add(sums, names, [dict(copy.named_parameters()) for copy in subjects])
     means = torch.stack(losses).mean(0).tolist()
     rows = [_row(name, numbers) for name, numbers in sums.items()]
     rows.sort(key=lambda row: row.parameter != ALL)  # the sum is known last, and comes first
-    return Comparison((recipes[1].key, recipes[2].key), len(runs), (means[0], means[1], means[2]), tuple(rows))
+    losses_of = (means[0], means[1], means[2])
+    return Comparison((name_of(recipes[1]), name_of(recipes[2])), len(runs), losses_of, tuple(rows), subject(model))
+
+
+def name_of(one: Recipe | Policy) -> str:
+    return "policy" if isinstance(one, Policy) else one.key
 
 
 def _add(sums: dict[str, Tensor], names: Sequence[str], parameters: Sequence[dict[str, nn.Parameter]]) -> None:

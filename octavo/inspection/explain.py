@@ -6,8 +6,8 @@ copy has its own. A deep copy lacks the attributes of parameters, such as `main_
 """
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from octavo._torch import fast_paths
 from octavo._torch.compilation import mode_options, modes
 from octavo._torch.modules import uncompiled
 from octavo._torch.tensors import tree_leaves, tree_map
-from octavo.communication.tensor_parallel import told
+from octavo.communication.tensor_parallel import describe_communication
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
+from octavo.inspection.model_memory import measure
 from octavo.inspection.report import CompileReport, Layer
 from octavo.inspection.steps import own_copy
 from octavo.model.convert import route
@@ -27,7 +28,9 @@ from octavo.model.layer_lookup import layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.ambient import ambient
 from octavo.recipes.recipe import GEMMS
+from octavo.weights.code_memory import Kind
 from octavo.weights.main_grad import has_buffer
+from octavo.weights.quantized_weight import QuantizedWeight
 
 FOLLOWS = "from octavo.autocast"
 CUDAGRAPHS = "triton.cudagraphs"
@@ -37,10 +40,13 @@ REPLAYED = 3  # calls until a CUDA graph is replayed: warm-up, recording, replay
 def explain(
     model: nn.Module,
     *inputs: object,
-    then: Iterable[tuple[object, ...]] = (),
+    kwargs: Mapping[str, object] | None = None,
+    then: Iterable[tuple[object, ...] | Mapping[str, object]] = (),
     mode: str | None = None,
     backward: bool = True,
     dynamic: bool | None = None,
+    memory: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> CompileReport:
     """Compile a copy of a model, call it, and report graphs, graph breaks, recompiles and the route of each layer.
 
@@ -50,11 +56,16 @@ def explain(
     Args:
         model: a module. It is copied, which takes the memory of a second model.
         *inputs: the inputs of the first call.
-        then: the inputs of further calls, a tuple each. Pass another batch size here to see whether it recompiles.
+        kwargs: the inputs of the first call by keyword, such as a batch of transformers: `kwargs=batch`.
+        then: the inputs of further calls, a tuple or a dict each. Pass another batch size here to see whether it
+            recompiles.
         mode: a mode of torch.compile, such as "default" or "reduce-overhead", for Inductor. None is "reduce-overhead"
             on a GPU; on a CPU it captures the graphs and generates no code, so that no C++ compiler is needed.
         backward: also run backward, from ones, where the output requires a gradient.
         dynamic: whether sizes are symbols, as for torch.compile.
+        memory: also count the memory of a step by module, and on a GPU measure its peak. The copy runs eagerly once or
+            twice more.
+        optimizer: the optimizer of the model, whose states `memory` counts.
 
     Returns:
         The report. Print it, or check its fields in a test.
@@ -69,17 +80,21 @@ def explain(
         (1, 0, 1)
     """
     subject = copied(model)
-    devices = _devices(subject, inputs)
+    first: Any = _Call(inputs, dict(kwargs or {}))
+    devices = _devices(subject, first)
     device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
     options = None if mode is None else _options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]), capture.recording():
-        call = torch.compile(subject, backend=capture, dynamic=dynamic)
-        for batch in (inputs, *then):
+        compiled = torch.compile(subject, backend=capture, dynamic=dynamic)
+        for batch in (first, *(_call_of(entry) for entry in then)):
             for _ in range(REPLAYED if cudagraphs else 1):
-                _step(subject, call, batch, backward)
+                _step(subject, compiled, batch, backward)
+        counted = None
+        if memory:
+            counted = measure(uncompiled(model), subject, lambda: _step(subject, subject, first, backward), optimizer)
     return CompileReport(
         compiler=f"{'Tracing alone' if mode is None else f'Inductor, mode {mode}'}, on {device}",
         cudagraphs=cudagraphs,
@@ -91,6 +106,7 @@ def explain(
         layers=tuple(_layer(path, layer, capture) for path, layer in layers(subject)),
         runs=tuple(capture.runs),
         off=(*fast_paths.off(), *backend.emulated().values()),
+        memory=counted,
     )
 
 
@@ -131,16 +147,28 @@ def _attribute(name: str, value: Any, weight: Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _devices(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
+class _Call(NamedTuple):
+    """The arguments of a call."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _call_of(entry: Any) -> _Call:
+    return _Call((), dict(entry)) if isinstance(entry, Mapping) else _Call(tuple(entry), {})
+
+
+def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
     """Return the devices of a call's tensors, that of the parameters first."""
     found = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
     return list(dict.fromkeys(t.device for t in found if isinstance(t, Tensor)))
 
 
-def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
+def _step(model: nn.Module, compiled: Callable[..., Any], batch: _Call, backward: bool) -> None:
     """Run one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    made = [t for t in tree_leaves(call(*tree_map(own_copy, batch))) if isinstance(t, Tensor) and t.requires_grad]
+    own, named = tree_map(own_copy, tuple(batch))
+    made = [t for t in tree_leaves(compiled(*own, **named)) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
         lent = _lend_buffers(model)
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])
@@ -168,14 +196,27 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
     recipe = own or seen or ambient.recipe or UNQUANTIZED
     gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}
+    kind = weight.kind if isinstance(weight, QuantizedWeight) else None
+    if kind is not None and not kind.columns and not kind.turns:
+        gemms["dgrad"] = gemms["dgrad"].as_mode("high_precision")
     return Layer(
         path,
         recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
         routes=tuple((name, layer._gemm_route(g.left, g.right, weight.device)) for name, g in gemms.items()),
         why=route(weight.device, recipe)[1],
         uncompiled="" if seen else _why_uncompiled(path, layer, capture.unsupported_reasons()),
-        parallel="" if (split := layer._split_over_ranks()) is None else told(split, recipe),
+        codes="" if kind is None else _codes(kind),
+        parallel="" if (split := layer._split_over_ranks()) is None else describe_communication(split, recipe),
     )
+
+
+def _codes(kind: Kind) -> str:
+    """Return how dx is made of a weight that is codes."""
+    if kind.columns:
+        return "its weight is codes by row and by column"
+    if kind.turns:
+        return "its weight is row codes, which backward transposes for dx"
+    return "its weight is row codes; dx is made of their values, since wᵀ has other codes"
 
 
 def _why_uncompiled(path: str, layer: Quantized, unsupported_reasons: tuple[str, ...]) -> str:

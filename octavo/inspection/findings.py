@@ -1,6 +1,7 @@
 """Faults that an inspection's numbers show, as sentences: the layer, the tensor, the number, what to do."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
 from octavo.text import one_line
@@ -18,7 +19,22 @@ NOT_FINITE = {
     "y": "Its values or its weight are too large for the dtype.",
 }
 
+MEASURING = ("fp8-current", "fp8-block", "mxfp8")  # recipes that measure each tensor before its cast
+FINER = ("fp8-block", "mxfp8")  # recipes with a scale for each block
+
 Rows = Mapping[str, TensorRow]  # of one layer, by tensor
+
+
+class Finding(NamedTuple):
+    """A fault of a layer, in words; with the tensor and the number if another recipe may improve that."""
+
+    layer: str
+    text: str
+    tensor: str = ""
+    number: str = ""
+
+    def __str__(self) -> str:
+        return f"{one_line(self.layer) or '(model)'}: {self.text}"
 
 
 def verdict(rows: Sequence[TensorRow]) -> str:
@@ -28,8 +44,8 @@ def verdict(rows: Sequence[TensorRow]) -> str:
     return "Nothing was measured: no layer ran in the block."
 
 
-def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> list[str]:
-    """The sentences for all layers, in the order of the model."""
+def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> list[Finding]:
+    """The faults of all layers, in the order of the model."""
     by_layer: dict[str, dict[str, TensorRow]] = {path: {} for path in states}
     for row in rows:
         by_layer[row.layer][row.tensor] = row
@@ -37,11 +53,20 @@ def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> lis
     trained = any(_calls(own, "dy") for own in by_layer.values())
     found = []
     for path, own in by_layer.items():
-        found += [f"{one_line(path) or '(model)'}: {text}" for text in _of_layer(states[path], own, ran, trained)]
+        found += _of_layer(path, states[path], own, ran, trained)
     return found
 
 
-def _of_layer(state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[str]:
+def _of_layer(path: str, state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[Finding]:
+    found = [Finding(path, text) for text in _of_calls(state, rows, ran, trained)]
+    if _calls(rows, "y"):
+        for row in rows.values():
+            found += [Finding(path, f"{row.tensor} {text}") for text in _not_finite(row, rows)]
+            found += [Finding(path, f"{row.tensor} {text}", row.tensor, name) for text, name in _of_tensor(state, row)]
+    return found
+
+
+def _of_calls(state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[str]:
     if not _calls(rows, "y"):
         if not ran:
             return []
@@ -55,15 +80,16 @@ def _of_layer(state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[s
             f"no gradient reached it in {rows['y'].calls} calls, while other layers had one: its output is not used, "
             "or detached. Look where its output goes."
         )
-    late = state.recipe.stateful and state.updates >= LATE
-    if late:
+    if _late(state):
         found.append(
             f"its weight was updated {state.updates} times and its delayed scales never, so they are out of date. Call "
             "octavo.step(model) after each optimizer.step(), or octavo.attach(model, optimizer) once."
         )
-    for row in rows.values():
-        found += [f"{row.tensor} {text}" for text in (*_not_finite(row, rows), *_of_tensor(state, row, late))]
     return found
+
+
+def _late(state: LayerState) -> bool:
+    return state.recipe.stateful and state.updates >= LATE
 
 
 def _not_finite(row: TensorRow, rows: Rows) -> list[str]:
@@ -74,27 +100,30 @@ def _not_finite(row: TensorRow, rows: Rows) -> list[str]:
     return [f"has Inf or NaN in {percent(row.nonfinite)} of its values. {way}"]
 
 
-def _of_tensor(state: LayerState, row: TensorRow, late: bool) -> list[str]:
+def _of_tensor(state: LayerState, row: TensorRow) -> list[tuple[str, str]]:
+    """Return what is wrong with a tensor, with the number that another recipe may improve, or ""."""
     found = []
     if row.tensor == "dy" and row.zero == 1:
-        found.append(
+        text = (
             f"is zero in {row.calls} of {row.calls} calls, so neither this layer nor those before it learn from it. "
             "Look for a detached loss, a mask or a factor of zero after this layer."
         )
+        found.append((text, ""))
     spec = state.quantizer(row.tensor)
     if spec is not None and row.underflow is not None and row.saturated is not None:
-        found += _of_cast(state, row, spec.fmt.bits, late)
+        found += _of_cast(state, row, spec.fmt.bits)
     limit = COSINE.get(state.bits)
     if limit is not None and row.cosine is not None and row.cosine < limit:
-        found.append(
+        text = (
             f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. Leave this GEMM "
             f"unquantized ({_gemm(row.tensor)}='bf16' in the recipe), or the layer: "
             "octavo.convert(model, recipe, exclude=...)."
         )
+        found.append((text, "cosine"))
     return found
 
 
-def _of_cast(state: LayerState, row: TensorRow, bits: int, late: bool) -> list[str]:
+def _of_cast(state: LayerState, row: TensorRow, bits: int) -> list[tuple[str, str]]:
     assert row.underflow is not None and row.saturated is not None
     stale = (
         " Its scale is delayed: it comes from earlier steps, if octavo.step(model) runs."
@@ -102,21 +131,25 @@ def _of_cast(state: LayerState, row: TensorRow, bits: int, late: bool) -> list[s
         else ""
     )
     if row.saturated > SATURATED:
-        return [
-            f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
-            + ("" if late else " Check the scale, or use a recipe that measures it: fp8-current, fp8-block, mxfp8.")
-        ]
+        text = f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
+        way = f" Check the scale, or use a recipe that measures it: {_others(state, MEASURING)}."
+        return [(text + ("" if _late(state) else way), "saturated")]
     if row.underflow > UNDERFLOW[bits]:
-        return [
-            f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale} Use a recipe "
-            "with a scale for each block (fp8-block, mxfp8), or grad_format=E5M2 for a gradient."
-        ]
+        text = f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale}"
+        return [(f"{text} Use a recipe with other scales: {_others(state, FINER)}.", "underflow")]
     if row.sqnr is not None and row.sqnr < SQNR[bits]:
-        return [
+        text = (
             f"has a signal-to-noise ratio of {row.sqnr:.1f} dB, below {SQNR[bits]:.0f}: its codes and scales do not "
             f"stand for its values.{stale} Check that scales and cached codes belong to this tensor."
-        ]
+        )
+        return [(text, "sqnr")]
     return []
+
+
+def _others(state: LayerState, names: Sequence[str]) -> str:
+    """List recipes without the one in use."""
+    own = str(state.recipe).partition("(")[0]
+    return ", ".join(name for name in names if name != own)
 
 
 def _gemm(tensor: str) -> str:

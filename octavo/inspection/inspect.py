@@ -1,7 +1,7 @@
 """`octavo.inspect`: records what a recipe does to every tensor of every layer of a model, while the model trains."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -11,11 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
-from octavo.inspection.findings import findings, verdict
+from octavo.inspection.advice import Advice, policy_of, try_recipes
+from octavo.inspection.findings import Finding, findings, verdict
 from octavo.inspection.inspected_layer import STATS, Inspected, Switch, inspected_class, is_inspected
-from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
-from octavo.inspection.tensor_rows import LayerState, TensorRow, page, row_of, table
+from octavo.inspection.inspection_page import page
+from octavo.inspection.picture import Picture, drawing
+from octavo.inspection.provenance import provenance, subject
+from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES
+from octavo.inspection.steps import Loss, listed
+from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
 from octavo.model.layer_lookup import check_model, layers
+from octavo.model.policy import Policy
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
@@ -51,6 +57,8 @@ class Inspection:
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
         self._hook: Any = None
         self._inside = False
+        self._subject = subject(model)
+        self._advice: list[Advice] = []
 
     # -- the block -------------------------------------------------------------------------------------------------
 
@@ -171,6 +179,55 @@ class Inspection:
             >>> print(report.findings()[0])
             0: dy is zero in 1 of 1 calls, so neither this layer nor those before it learn from it. Look for a ...
         """
+        return [str(finding) for finding in self._faults()]
+
+    def try_recipes(self, batches: Iterable[Any], *, loss: Loss | None = None) -> list[Advice]:
+        """Try other recipes for the layers with findings that a recipe can cure, on copies of the model, and measure
+        the same numbers. The page then shows them. Call it after the block.
+
+        Args:
+            batches: the arguments of each call, a tuple each, or a tensor for a model of one argument. One or two are
+                enough: the model runs about ten times on each.
+            loss: a function of the model's output that returns the loss, as `octavo.compare` takes it.
+
+        Returns:
+            For each layer the recipe that helps most, never the one in use, with its number and those of all that
+                were tried. A recipe that costs the layer's results more than it helps its tensor is none.
+
+        Raises:
+            UnsupportedConfig: the block has not ended, the model was deleted, or there are no batches.
+
+        Example:
+            >>> model = nn.Sequential(octavo.Linear(64, 64, recipe="fp8-current"))
+            >>> with torch.no_grad():
+            ...     model[0].weight[0, 0] = 1e6
+            >>> x = torch.randn(32, 64)
+            >>> with octavo.inspect(model) as report:
+            ...     model(x).square().mean().backward()
+            >>> advice = report.try_recipes([x])
+            >>> advice[0].number, advice[0].before > 0.9, advice[0].after < 0.1
+            ('underflow', True, True)
+            >>> report.policy().rules[0].layers
+            ('0',)
+        """
+        model = self._model()
+        if self._inside or model is None:
+            raise UnsupportedConfig(
+                "report.try_recipes runs copies of the model: call it after the block of octavo.inspect, and keep the "
+                "model in a variable."
+            )
+        self._advice = try_recipes(model, listed(batches), self._faults(), inspect, loss)
+        return self._advice
+
+    def policy(self) -> Policy:
+        """Return the policy of what `try_recipes` found: the recipes that helped, and those in use for other layers.
+
+        Returns:
+            The policy. `str(policy)` is a TOML file, which `octavo.Policy.load` and `--policy` read.
+        """
+        return policy_of(self._advice, {path: str(state.recipe) for path, state, _ in self._states()})
+
+    def _faults(self) -> list[Finding]:
         return findings({path: state for path, state, _ in self._states()}, self.rows())
 
     def to_dict(self) -> dict[str, float]:
@@ -194,8 +251,8 @@ class Inspection:
         }
 
     def save_html(self, path: str) -> None:
-        """Write the report as one HTML file without other files: the findings, the table, and for each tensor a
-        histogram of amaxes and one of scales.
+        """Write the report as one HTML file without other files: the findings, a heat map of the layers, pictures of
+        the worst tensors in their formats, and the table.
 
         Args:
             path: the file.
@@ -210,8 +267,11 @@ class Inspection:
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.html())
 
-    def html(self) -> str:
+    def html(self, command: str = "") -> str:
         """Return the text of `save_html`.
+
+        Args:
+            command: the command that made the report, which the page then names.
 
         Returns:
             A whole HTML page.
@@ -223,12 +283,58 @@ class Inspection:
             >>> report.html()[:15]
             '<!DOCTYPE html>'
         """
-        return page(self._title(), self.findings() or [verdict(self.rows())], self.rows())
+        states = {path: state for path, state, _ in self._states()}
+        made = provenance(self._subject, self._title(), command)
+        return page(states, self.rows(), self.findings(), self._advice, made, command)
+
+    def draw(self, layer: str, tensor: str) -> Picture:
+        """Return the picture of a tensor in its format: a histogram of its magnitudes over the values that the format
+        can hold at its scale, with the ranges in which values become zero and saturate.
+
+        Args:
+            layer: the layer's path in the model.
+            tensor: "x", "w", "dy", "y", "dx" or "dw". The last three are not cast, and shown without a format.
+
+        Returns:
+            The picture. A notebook shows it, and `.save("dy.svg")` writes it.
+
+        Raises:
+            UnsupportedConfig: nothing was measured of such a tensor.
+
+        Example:
+            >>> model = nn.Sequential(octavo.Linear(64, 32, recipe="mxfp8"))
+            >>> with octavo.inspect(model) as report:
+            ...     model(torch.randn(16, 64)).square().mean().backward()
+            >>> report.draw("0", "dy").svg[:4]
+            '<svg'
+        """
+        return drawing({path: state for path, state, _ in self._states()}, self.rows(), layer, tensor)
+
+    def text(self, top: int | None = None) -> str:
+        """Return the report as text: the findings, what other recipes would do, and the table.
+
+        Args:
+            top: how many layers the table has, those with findings and then the worst first; None has all, in the
+                order of the model.
+
+        Returns:
+            The text; `print(report)` prints it with all layers.
+
+        Example:
+            >>> model = nn.Sequential(octavo.Linear(64, 32, recipe="mxfp8"), octavo.Linear(32, 32, recipe="mxfp8"))
+            >>> with octavo.inspect(model) as report:
+            ...     y = model(torch.randn(16, 64))
+            >>> print(report.text(top=1).splitlines()[-1])
+            Left out: 1 layer, none of them with a finding.
+        """
+        rows, faults = self.rows(), self._faults()
+        said = [f"- {fault}" for fault in faults] or [verdict(rows)]
+        tried = ["", "Tried on the same batches:", *(f"- {one}" for one in self._advice)] if self._advice else []
+        shown, rest = (rows, []) if top is None else worst_first(rows, {fault.layer for fault in faults}, top)
+        return "\n".join([self._title(), "", *said, *tried, "", table(shown), *rest])
 
     def __str__(self) -> str:
-        found = self.findings()
-        end = [f"- {sentence}" for sentence in found] or [verdict(self.rows())]
-        return "\n".join([self._title(), "", table(self.rows()), "", *end])
+        return self.text()
 
     def _title(self) -> str:
         return f"{plural(len(list(self._states())), 'layer')}, {plural(self._step, 'step')} counted" + (
@@ -301,7 +407,11 @@ def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
 
 def _named(numbers: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = dict(zip((*SUMS, *LARGEST), numbers, strict=False))
-    return found | {"amaxes": tuple(numbers[AMAXES]), "scales": tuple(numbers[SCALES])}
+    return found | {
+        "amaxes": tuple(numbers[AMAXES]),
+        "scales": tuple(numbers[SCALES]),
+        "values": tuple(numbers[VALUES]),
+    }
 
 
 def _state(layer: Quantized) -> LayerState:

@@ -35,9 +35,8 @@ from octavo.ops.quantized import SEED, Quantized
 from octavo.quant import GradientCodes, QTensor
 from octavo.recipes.ambient import ambient
 from octavo.runtime.call import Stage
-from octavo.runtime.contract import LAYERS
+from octavo.runtime.contract import LAYERS, pack
 from octavo.runtime.digest import DIGEST
-from octavo.runtime.packing import pack
 
 STATS = "inspection_stats"  # the hidden buffer
 
@@ -72,7 +71,7 @@ class Inspected(Quantized):
         own: str = _own(self, "why_not_fusible")(x)
         return WATCHED if _switch(self).inside else own
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> None:
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> None:
         """Keep the call out of the call cache: `_run_node` records its tensors."""
 
     def _split_over_ranks(self) -> Parallel | None:

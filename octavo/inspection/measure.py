@@ -28,9 +28,8 @@ from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16
 from octavo.recipes import recipe as resolve
-from octavo.runtime.contract import LAYERS, ForwardResult, WeightCast
-from octavo.runtime.packing import packing
-from octavo.scaling.cast_arguments import DY, cast_args, part_of
+from octavo.runtime.contract import LAYERS, ForwardResult, WeightCast, packing
+from octavo.scaling.delayed_scaling import DY, cast_args, part_of
 
 # settings of a call without writes
 PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
@@ -87,7 +86,7 @@ class Call(NamedTuple):
     def w(self) -> Tensor | None:
         """The weight; None if it is a quantized weight, which has codes alone."""
         weight: Tensor = self.inputs.weight
-        return None if self.config.weight == "held" else weight
+        return None if self.config.weight == "quantized" else weight
 
     def w_cast(self) -> Cast | None:
         """The cast of the weight: the codes in use if there are some. None if the recipe does not quantize it."""
@@ -109,13 +108,13 @@ class Call(NamedTuple):
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
         fresh = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
-        scaling = () if fresh else self.inputs.scaling[part_of(DY, config.measured)]
+        scaling = () if fresh else self.inputs.scaling[part_of(DY, config.measures_dy)]
         record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
         x, w = self.x(), self.w()
         exact = self._exact(x, None if x is not None else self.x_cast(x), w, None if w is not None else self.w_cast())
         dx: Tensor | None
         dx, dw, *_ = layer.backward(self.float32_reference, self._saved(exact), layer.Buffers(), (rows.float(),))
-        if "w" in config.grads:
+        if config.wants_dw:
             _, saved = layer.forward_and_save(self.wgrad, self._flat_inputs(), True)
             seed = None if self.seed is None else self.seed.clone()
             own = layer.backward(self.wgrad, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
@@ -245,18 +244,18 @@ def _limits(q: QTensor, groups: Groups | None) -> Tensor:
 def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
     """The settings of a call without its writes, of one for dw alone, and of the float32 reference."""
     config = LAYERS[name].config(key)
-    grads = "".join(letter for letter in config.grads if letter in "xw")
-    quiet = {**PLAIN, "grads": grads}
+    quiet = {**PLAIN, "wants_db": False, "wants_ds": False}
     quiet |= {"quantize_output": False} if name == "linear" else {"dgrad_out": False, "tail": "zero"}
     float32_reference: dict[str, Any] = {
         "recipe": BF16(), "dtype": "float32", "weight_dtype": "float32", "weight": "plain", "x": "plain",
-        "measured": "", "all_reduced": "", "x_has_columns": False, "recompute_w_columns": False,
+        "measures_x": False, "measures_w": False, "measures_dy": False,
+        "x_all_reduced": False, "w_all_reduced": False, "x_has_columns": False, "recompute_w_columns": False,
         "bias_dtype": config.bias_dtype and "float32",
     }  # fmt: skip
     if name != "linear":
         float32_reference["scales_dtype"] = config.scales_dtype and "float32"
     own = replace(config, **quiet)
-    return own, replace(own, grads="w"), replace(own, **float32_reference)
+    return own, replace(own, wants_dx=False, wants_dw=True), replace(own, **float32_reference)
 
 
 def _rows(x: Tensor) -> Tensor:

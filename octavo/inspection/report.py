@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.inspection.model_memory import ModelMemory
 from octavo.text import SHOWN, columns, path_names, plural, printable
 
 WIDTH = 200  # characters of a line that quotes the compiler
@@ -90,6 +91,7 @@ class Layer:
         why: why a matrix product is emulated; empty if none is.
         uncompiled: why the layer is in no graph; empty if it is in one.
         parallel: what the layer sends, if its weight is split over ranks; empty if it is not.
+        codes: how dx is made of a weight that is codes; empty for other weights.
     """
 
     path: str
@@ -98,6 +100,7 @@ class Layer:
     why: str = ""
     uncompiled: str = ""
     parallel: str = ""
+    codes: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the layer as plain data, for JSON.
@@ -144,6 +147,7 @@ class CompileReport:
         runs: groups of operations of a Sequential that run together.
         off: the fast paths of this process that are off, and the GEMMs that are emulated because they failed a probe,
             each with its reason.
+        memory: the memory of a step by module, if explain was asked for it.
     """
 
     compiler: str
@@ -156,6 +160,7 @@ class CompileReport:
     layers: tuple[Layer, ...]
     runs: tuple[Fused, ...] = ()
     off: tuple[str, ...] = ()
+    memory: ModelMemory | None = None
 
     def count(self, name: str, direction: str = "") -> int:
         """Count the calls of an operator in the captured graphs.
@@ -176,6 +181,7 @@ class CompileReport:
             The fields by name.
         """
         found = {name: value for name, value in vars(self).items() if not isinstance(value, tuple)}
+        found["memory"] = None if self.memory is None else self.memory.as_dict()
         lists = {name: value for name, value in vars(self).items() if isinstance(value, tuple)}
         return found | {name: [_plain(entry) for entry in entries] for name, entries in lists.items()}
 
@@ -189,6 +195,7 @@ class CompileReport:
         for run in dict.fromkeys(self.runs):
             parts += [f"  run  {run}", *[f"    refused  {text}" for text in run.refused]]
         lines = [*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)]
+        lines += [] if self.memory is None else ["", *str(self.memory).splitlines()]
         return printable("\n".join([*lines, *(["", *self.off] if self.off else [])]))
 
 
@@ -224,12 +231,13 @@ def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
         return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
-        kind = layer.recipe, layer.routes, layer.why, layer.uncompiled, layer.parallel
+        kind = layer.recipe, layer.routes, layer.why, layer.uncompiled, layer.parallel, layer.codes
         equal.setdefault(kind, []).append(layer.path)
     rows = [("layers", "count", "recipe", *(gemm for gemm, _ in layers[0].routes))]
     notes = []
-    for (recipe, routes, why, uncompiled, parallel), paths in equal.items():
+    for (recipe, routes, why, uncompiled, parallel, codes), paths in equal.items():
         name = path_names(paths)
         rows.append((name, str(len(paths)), recipe, *(route for _, route in routes)))
-        notes += [f"{name}: {text}" for text in (why, uncompiled and f"not compiled: {uncompiled}", parallel) if text]
+        texts = why, uncompiled and f"not compiled: {uncompiled}", parallel, codes
+        notes += [f"{name}: {text}" for text in texts if text]
     return [*columns(rows), *notes]

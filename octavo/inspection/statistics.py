@@ -1,10 +1,11 @@
 """The numbers that `octavo.inspect` keeps of a layer: one float64 tensor with a row for each of the layer's tensors.
 
-A row holds sums over calls, then largest values, then two histograms over powers of two. Every update is a fixed number
-of operations on the tensor's device, and the host reads nothing, so a CUDA graph can capture it.
+A row holds sums over calls, then largest values, then three histograms over powers of two. Every update is a fixed
+number of operations on the tensor's device, and the host reads nothing, so a CUDA graph can capture it.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,8 +35,10 @@ LARGEST = ("amax", "deficit")  # deficit: 1 - cosine of the worst call
 BINS, LOWEST = 96, -72  # of a histogram: one for each power of two, the first and the last also for what is beyond
 AMAXES = slice(len(SUMS) + len(LARGEST), len(SUMS) + len(LARGEST) + BINS)  # one count for each call
 SCALES = slice(AMAXES.stop, AMAXES.stop + BINS)  # one count for each element
-SHAPE = (len(TENSORS), SCALES.stop)
+VALUES = slice(SCALES.stop, SCALES.stop + BINS)  # one count for each of up to SAMPLED elements
+SHAPE = (len(TENSORS), VALUES.stop)
 ROWS = 1024  # copies of a histogram while it is counted
+SAMPLED = 2**18
 
 
 class Cast(NamedTuple):
@@ -50,6 +53,10 @@ class Cast(NamedTuple):
         """A bound for each limit, in a shape that broadcasts to the values."""
         return scale_blocks.spread(bounds, (None, self.block), *self.values.shape)
 
+    def in_codes(self, values: Tensor) -> Tensor:
+        """Values of the tensor, divided by their scales: by magnitude, what the format's codes are next to."""
+        return values.float() / self.spread(self.limit / self.fmt.max)
+
     def scales(self) -> Tensor:
         """The histogram of the scales: how many values have one there."""
         rows, columns = self.values.shape
@@ -63,7 +70,9 @@ def record_operand(stats: Tensor, tensor: str, source: Tensor | None, cast: Cast
     """Add one call's x, w or dy: the values before the cast, None if only codes are left, and the cast, None if the
     recipe does not quantize the tensor."""
     assert source is not None or cast is not None
-    sums, amax = _plain(source if source is not None else cast.values)  # type: ignore[union-attr]
+    values = source if source is not None else cast.values  # type: ignore[union-attr]
+    histograms = [(VALUES, _magnitudes(values if cast is None else cast.in_codes(values)))]
+    sums, amax = _plain(values)
     if cast is not None and source is not None:
         noise, finite = _difference(cast.values, source)  # a value that is not finite takes its block along
         kept = torch.where(finite, source, 0.0)
@@ -72,7 +81,7 @@ def record_operand(stats: Tensor, tensor: str, source: Tensor | None, cast: Cast
         sums["underflow"] = _nonzero(torch.where(cast.values == 0, kept, 0.0))
         sums["saturated"] = _nonzero(torch.where(kept.abs() > cast.spread(bounds), kept, 0.0))
         sums |= {"compared": sums["calls"], "signal": _size(kept).square(), "noise": _size(noise).square()}
-    _add(stats, tensor, sums, {"amax": amax}, None if cast is None else cast.scales())
+    _add(stats, tensor, sums, {"amax": amax}, histograms + ([] if cast is None else [(SCALES, cast.scales())]))
 
 
 def record_result(stats: Tensor, tensor: str, made: Tensor, exact: Tensor) -> None:
@@ -86,7 +95,7 @@ def record_result(stats: Tensor, tensor: str, made: Tensor, exact: Tensor) -> No
     cosine = a.mul_(b).sum() / (size_a * size_b).clamp_min(1e-300)
     sums |= {"compared": sums["calls"], "signal": size_b.square(), "noise": noise.square()}
     sums |= {"cosine": cosine, "cosines": has}
-    _add(stats, tensor, sums, {"amax": amax, "deficit": has - cosine})
+    _add(stats, tensor, sums, {"amax": amax, "deficit": has - cosine}, [(VALUES, _magnitudes(made))])
 
 
 def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -137,8 +146,19 @@ def _histogram(values: Tensor, numbers: Tensor) -> Tensor:
     return counts.view(rows, BINS).sum(0)
 
 
+def _magnitudes(values: Tensor) -> Tensor:
+    """The histogram of magnitudes, of evenly spaced elements if there are many; an odd distance meets all columns."""
+    flat = values.reshape(-1)
+    flat = flat[:: -(-flat.numel() // SAMPLED) | 1].abs()
+    return _histogram(flat, torch.ones((), dtype=torch.float64, device=values.device).expand(flat.shape))
+
+
 def _add(
-    stats: Tensor, tensor: str, sums: dict[str, Tensor], largest: dict[str, Tensor], scales: Tensor | None = None
+    stats: Tensor,
+    tensor: str,
+    sums: dict[str, Tensor],
+    largest: dict[str, Tensor],
+    histograms: Sequence[tuple[slice, Tensor]],
 ) -> None:
     row, zero = stats[TENSORS.index(tensor)], 0 * sums["calls"]
     found = torch.stack([*(sums.get(name, zero) for name in SUMS), *(largest.get(name, zero) for name in LARGEST)])
@@ -148,8 +168,8 @@ def _add(
         row[: len(SUMS)].add_(found[: len(SUMS)])
         row[places] = torch.maximum(row[places], found[places])
         row[AMAXES].add_(amaxes)
-        if scales is not None:
-            row[SCALES].add_(scales)
+        for place, counts in histograms:
+            row[place].add_(counts)
 
 
 @lru_cache

@@ -11,15 +11,25 @@ from octavo._torch.tensors import tree_leaves, tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.model.convert import convert
 from octavo.model.layer_lookup import layers
-from octavo.ops.quantized import UNQUANTIZED
+from octavo.model.policy import Policy
+from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
 Loss = Callable[[Any], Tensor]
 
 
-def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """The arguments of each call; a batch that is no tuple is the only argument of its call."""
+Batch = tuple[Any, ...] | Mapping[str, Any]  # the arguments of a call, by position or by keyword
+
+
+def call(function: Callable[..., Any], batch: Batch) -> Any:
+    """Call a function with copies of a batch."""
+    own: Any = tree_map(own_copy, batch if isinstance(batch, tuple) else dict(batch))
+    return function(*own) if isinstance(own, tuple) else function(**own)
+
+
+def listed(batches: Iterable[Any]) -> list[Batch]:
+    """The arguments of each call; a batch that is neither a tuple nor a mapping is the only argument of its call."""
     if isinstance(batches, Tensor):
         raise UnsupportedConfig(
             f"The batches are a list with the arguments of each call, got a tensor of shape {tuple(batches.shape)}. "
@@ -27,25 +37,34 @@ def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
         )
     if isinstance(batches, Mapping):
         raise UnsupportedConfig(
-            "The batches are a list with the arguments of each call, got a dict. Write [(x, y)], by position."
+            "The batches are a list with the arguments of each call, got a dict. Write [batch] for one call by keyword."
         )
-    found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    found = [batch if isinstance(batch, tuple | Mapping) else (batch,) for batch in batches]
     if not found:
         raise UnsupportedConfig("There are no batches, so there is nothing to run. Pass at least one: [(x,)].")
     return found
 
 
-def gradients_of(model: nn.Module, batch: tuple[Any, ...], loss: Loss | None = None) -> Tensor:
+def gradients_of(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Tensor:
     """Call the model on copies of the batch, run backward, and return the loss."""
-    made = model(*tree_map(own_copy, batch))
+    made = call(model, batch)
     value = _default_loss(made) if loss is None else _checked_loss(loss(made))
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 
-def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
+def give_recipe(model: nn.Module, recipe: str | Recipe | Policy) -> None:
     """Run a model in another recipe: its layers of Octavo that are quantized, or that follow `octavo.autocast`; if it
-    has no layer of Octavo, those that `convert` takes. Raises if there is no such layer."""
+    has no layer of Octavo, those that `convert` takes. A policy gives each layer the recipe of its rule. Raises if
+    there is no such layer."""
+    if isinstance(recipe, Policy):
+        with warnings.catch_warnings(action="ignore"):  # of rules that match no layer: an error says if none does
+            made = convert(model, recipe, overwrite=True)
+        if next(layers(model), None) is None:
+            raise UnsupportedConfig(
+                f"The policy gives no layer of this {type(model).__name__} a recipe. {made.summary()}"
+            )
+        return
     found = [layer for _, layer in layers(model)]
     if not found:
         with warnings.catch_warnings(action="ignore"):  # an error says it
@@ -64,9 +83,15 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
     for layer in found:
         layer._schedule = None  # a policy's later recipe is none of the given ones
     for layer in taken:
-        layer._release_codes()
-        layer._lose_recipe()
-        layer.recipe = recipe  # type: ignore[assignment]
+        set_recipe(layer, recipe)
+
+
+def set_recipe(layer: Quantized, recipe: str | Recipe) -> None:
+    """Run a layer in another recipe from now on."""
+    layer._schedule = None
+    layer._release_codes()
+    layer._lose_recipe()
+    layer.recipe = recipe  # type: ignore[assignment]
 
 
 def own_copy(x: Any) -> Any:

@@ -1,24 +1,16 @@
-"""The rows of an inspection's report: the numbers of one tensor of one layer, as values, as text and as a page."""
+"""The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from octavo.inspection.charts import histogram
-from octavo.inspection.statistics import LOWEST
-from octavo.inspection.webpage import bullets, document, heading, paragraph
-from octavo.inspection.webpage import table as html_table
+from octavo.inspection.heat import shade_of
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
-from octavo.text import columns
+from octavo.text import columns, plural
 
 NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine")
 HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not finite", "SQNR", "amax", "cosine", "worst")
-
-NOTE = (
-    "Histograms have a bar for each power of two, all from 2^{} to 2^{}; the dashed line is 1. Amaxes are counted by "
-    "call, scales by value. SQNR of y, dx and dw, and the cosines, compare with the same layer in float32."
-)
 
 
 class LayerState(NamedTuple):
@@ -51,14 +43,15 @@ class TensorRow(NamedTuple):
         saturated: the share of values beyond the largest code by more than rounding; None without a cast.
         nonfinite: the share of values that are Inf or NaN.
         sqnr: the signal-to-noise ratio in dB: of the cast, or of y, dx and dw against the float32 reference's. None if
-        there was
-            nothing to compare; math.inf if nothing differs.
+            there was nothing to compare; math.inf if nothing differs.
         amax: the largest magnitude.
         cosine: for y, dx and dw the mean cosine with the float32 reference's; else None.
         worst_cosine: the smallest cosine of a call.
         zero: the share of calls in which all values were zero.
         amaxes: how many calls had an amax from each power of two up to the next, the first from 2**-72.
         scales: how many values had a scale there.
+        values: how many magnitudes were there, of up to 262,144 values of each call; those of x, w and dy divided by
+            the scale of their cast, if there is one.
     """
 
     layer: str
@@ -75,6 +68,7 @@ class TensorRow(NamedTuple):
     zero: float
     amaxes: tuple[float, ...]
     scales: tuple[float, ...]
+    values: tuple[float, ...]
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers that exist and are finite, by name.
@@ -105,6 +99,7 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
         zero=_share(sums["silent"], sums["calls"]),
         amaxes=sums["amaxes"],
         scales=sums["scales"],
+        values=sums["values"],
     )
 
 
@@ -113,22 +108,18 @@ def table(rows: Sequence[TensorRow]) -> str:
     return "\n".join(columns([HEADER, *[cells(row) for row in rows]]))
 
 
-def page(title: str, findings: Sequence[str], rows: Sequence[TensorRow]) -> str:
-    """The rows as an HTML page, with the findings, and for each tensor a histogram of amaxes and one of scales."""
-    # the bins from the first to the last that has a count in any histogram, and both beside 1
-    counted = {i for row in rows for counts in (row.amaxes, row.scales) for i, n in enumerate(counts) if n}
-    shown = range(min(counted | {-LOWEST - 1}), max(counted | {-LOWEST}) + 1)
-
-    def plot(counts: Sequence[float]) -> str:
-        return histogram(counts, shown, -LOWEST, lambda i: f"from 2^{LOWEST + i}")
-
-    body = [[*cells(row), plot(row.amaxes), plot(row.scales)] for row in rows]
-    parts = [
-        paragraph(title), heading("Findings"), bullets(findings), heading("Tensors"),
-        paragraph(NOTE.format(LOWEST + shown.start, LOWEST + shown.stop), soft=True),
-        html_table((*HEADER, "amaxes", "scales"), body, left=True),
-    ]  # fmt: skip
-    return document("octavo.inspect", parts, wide=True)
+def worst_first(rows: Sequence[TensorRow], sick: Collection[str], top: int) -> tuple[list[TensorRow], list[str]]:
+    """Return the rows of so many layers, the sick ones and then the worst first, and a sentence about the others."""
+    badness = dict.fromkeys([row.layer for row in rows], 0.0)
+    for row in rows:
+        badness[row.layer] = max(badness[row.layer], shade_of(row.numbers()))
+    ordered = sorted(badness, key=lambda layer: (layer not in sick, -badness[layer]))
+    shown, rest = ordered[:top], ordered[top:]
+    found = [row for layer in shown for row in rows if row.layer == layer]
+    if not rest:
+        return found, []
+    left = sum(layer in sick for layer in rest)
+    return found, [f"Left out: {plural(len(rest), 'layer')}, {left or 'none'} of them with a finding."]
 
 
 def cells(row: TensorRow) -> tuple[str, ...]:

@@ -1,36 +1,68 @@
-"""Reports as one HTML file that needs nothing else: no script, nothing loaded. Colours follow the reader's light or
-dark setting, and wide tables scroll by themselves in a narrow window. Text is escaped here and nowhere else: what is
-HTML already is a `Markup`."""
+"""Reports as one HTML file that needs nothing else: no script, nothing loaded. All pages have the same order: a
+headline that answers, how it was measured, a card for each recipe, figures, a heat map, what to try next, and numbers
+to unfold.
+
+Colours follow the reader's light or dark setting, a print shows what is folded, and wide tables scroll by themselves in
+a narrow window. Text is escaped here and nowhere else: what is HTML already is a `Markup`."""
 
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from octavo.text import printable
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1d2129; --soft: #5f6672; --line: #d9dde3; --ground: #fff; --panel: #f6f7f9;
-  --first: #2f7ed8; --second: #d9822b; }
+:root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6270; --line: #d9dde3; --ground: #fff; --panel: #f5f7fa;
+  --first: #2f6fde; --bad: 194 65 12; --ok: #2a8a5f; --link: #1f5fc4; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e8eaee; --soft: #9aa2ae; --line: #333943; --ground: #15181d; --panel: #1c2026; }
+  :root { --ink: #e8eaee; --soft: #a3abb8; --line: #333943; --ground: #15181d; --panel: #1c2027; --first: #6ea0f5;
+    --bad: 226 96 36; --ok: #43b581; --link: #8ab4ff; }
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); margin: 0; }
-main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; } main.wide { max-width: 96rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-p { margin: .5rem 0; max-width: 46rem; } .soft { color: var(--soft); }
-figure { margin: 1rem 0; max-width: 60rem; }
-figure { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
-figcaption { color: var(--soft); font-size: .875rem; padding: 0 .25rem; } figcaption span { white-space: nowrap; }
-svg { display: block; } figure svg { width: 100%; height: auto; } svg text { fill: var(--soft); font: 12px system-ui; }
-td svg { background: var(--panel); } td svg rect { fill: var(--first); } td svg rect.second { fill: var(--second); }
-td svg line { stroke: var(--soft); stroke-dasharray: 2; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; min-width: 100%; font-variant-numeric: tabular-nums; }
+main { max-width: 74rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.25rem 0 .5rem; } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
+p, li { max-width: 52rem; overflow-wrap: anywhere; } p { margin: .5rem 0; } .soft { color: var(--soft); }
+a { color: var(--link); } summary { cursor: pointer; color: var(--link); padding: .25rem 0; }
+:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); gap: 1rem; }
+.cards { margin: 1rem 0; }
+.card { border: 1px solid var(--line); border-left: 6px solid var(--line); border-radius: 8px; padding: .75rem 1rem; }
+.card h2 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; } .card .big { font-size: 2rem; font-weight: 700; }
+.card p { margin: .2rem 0; } .card.ok { border-left-color: var(--ok); }
+.card.look { border-left-color: rgb(var(--bad)); }
+figure { margin: 1rem 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; }
+figure { padding: .75rem; }
+figcaption { color: var(--soft); font-size: .875rem; padding: 0 .25rem; } figcaption span { margin-right: .75rem; }
+figcaption svg { display: inline-block; vertical-align: middle; margin-right: .35rem; }
+svg { display: block; } figure > svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font: 12px system-ui; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+.pictures figure { margin: 0; } .step { fill: transparent; } .step:hover { fill: var(--soft); fill-opacity: .25; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--soft); padding: .25rem 0; }
 th, td { text-align: right; padding: .35rem .75rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; color: var(--soft); } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.left th, .left td { text-align: left; } .left table { min-width: 0; }
-.shade { padding: .1rem .35rem; border-radius: 4px; background: rgb(217 130 43 / calc(var(--shade) * 60%)); }
-@media (max-width: 40rem) { figure svg text { font-size: 20px; } }
+thead th { color: var(--soft); } th { font-weight: 600; } tbody th { font-weight: 400; }
+tr > :first-child { text-align: left; padding-left: 0; }
+.left th, .left td { text-align: left; } .words td { white-space: normal; overflow-wrap: anywhere; }
+.heat table { border-collapse: separate; border-spacing: 3px; min-width: 100%; } .heat th, .heat td { border: 0; }
+.heat td { text-align: center; border-radius: 4px; background: var(--panel); padding: .3rem .4rem; }
+.heat thead th { text-align: center; white-space: normal; font-size: .8rem; vertical-align: bottom; }
+.heat td.shade { --mix: rgb(var(--bad) / calc(var(--shade) * 55%)); print-color-adjust: exact;
+  background: linear-gradient(var(--mix), var(--mix)), var(--panel); }
+.heat tr:target > * { outline: 2px solid var(--link); } .heat wbr { display: none; }
+.scale { display: inline-block; width: 8rem; height: .7rem; border-radius: 4px; margin: 0 .4rem; vertical-align: middle;
+  background: linear-gradient(to right, var(--panel), rgb(var(--bad) / 55%)); border: 1px solid var(--line); }
+.next { background: var(--panel); border-radius: 8px; padding: .5rem 1rem; }
+pre { margin: .35rem 0; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; } code { font-size: .9rem; }
 .key { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px; margin-right: .5rem; }
+@media (max-width: 40rem) { figure > svg text { font-size: 22px; } main { padding: 1.25rem .75rem 3rem; }
+  h1 { font-size: 1.35rem; } .pictures figure > svg text { font-size: 15px; } th, td { padding: .3rem .5rem; }
+  .heat wbr { display: inline; }
+  .heat tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; font-size: .85rem; } }
+@media print { main { max-width: none; padding: 0; } .scroll { overflow: visible; } th, td { white-space: normal; }
+  figure, .card, tr { break-inside: avoid; }
+  details::details-content { content-visibility: visible; display: block; height: auto; } }
 """
 
 
@@ -40,19 +72,53 @@ class Markup(str):
     __slots__ = ()
 
 
+class Card(NamedTuple):
+    """The summary of one recipe at the top of a page."""
+
+    name: str
+    big: str
+    small: str  # what the big number is
+    lines: Sequence[str]
+    status: str = ""  # "ok", "look" or ""
+
+
+class Cell(NamedTuple):
+    """A cell of a heat map."""
+
+    text: str
+    shade: float = 0.0  # 1 is the worst
+    title: str = ""
+
+
+class HeatRow(NamedTuple):
+    """A row of a heat map."""
+
+    name: str
+    cells: Sequence[Cell]
+    anchor: str = ""
+
+    @property
+    def shade(self) -> float:
+        return max((cell.shade for cell in self.cells), default=0.0)
+
+
 def markup(text: str) -> Markup:
     """Return text as HTML."""
     return text if isinstance(text, Markup) else Markup(escape(text))
 
 
-def document(title: str, parts: Sequence[Markup], *, wide: bool = False) -> str:
+def joined(*parts: str) -> Markup:
+    return Markup("".join(markup(part) for part in parts))
+
+
+def document(headline: str, parts: Sequence[Markup]) -> str:
     """Return the page."""
     body = "\n".join(parts)
     return printable(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<main{' class=wide' if wide else ''}>\n<h1>{escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{escape(headline)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<main>\n<h1>{escape(headline)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -68,11 +134,55 @@ def bullets(sentences: Sequence[str]) -> Markup:
     return Markup(f"<ul>{''.join(f'<li>{markup(sentence)}</li>' for sentence in sentences)}</ul>")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False) -> Markup:
-    """Return a table; `left` is for a table of words."""
-    head = f"<tr>{''.join(f'<th>{markup(name)}</th>' for name in header)}</tr>" if header else ""
-    body = "\n".join(f"<tr>{''.join(f'<td>{markup(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return Markup(f'<div class="scroll{" left" if left else ""}"><table>{head}\n{body}</table></div>')
+def link(text: str, anchor: str) -> Markup:
+    """Return a link to a row of the same page; text alone if the row has no anchor."""
+    return Markup(f'<a href="#{escape(anchor)}">{markup(text)}</a>') if anchor else markup(text)
+
+
+def folded(summary: str, *parts: Markup) -> Markup:
+    """Return parts that the reader unfolds."""
+    return Markup(f"<details><summary>{markup(summary)}</summary>\n{''.join(parts)}</details>")
+
+
+def cards(found: Sequence[Card]) -> Markup:
+    """Return the cards side by side, as far as the window is wide."""
+    body = "\n".join(
+        f'<section class="card {card.status}"><h2>{markup(card.name)}</h2><p class="big">{markup(card.big)}</p>'
+        f'<p class="soft">{markup(card.small)}</p>{"".join(paragraph(line) for line in card.lines)}</section>'
+        for card in found
+    )
+    return Markup(f'<div class="cards">{body}</div>')
+
+
+def try_next(said: str, commands: Sequence[str]) -> Markup:
+    """Return commands to paste, and what for."""
+    body = "".join(f"<pre><code>{escape(command)}</code></pre>" for command in commands)
+    return Markup(f'{heading("Try next")}<div class="next">{paragraph(said)}{body}</div>')
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False, words: bool = False) -> Markup:
+    """Return a table; the first cell of a row is its header. `left` is for a table of names, `words` for one whose
+    cells break into lines."""
+    names = "".join(f'<th scope="col">{markup(name)}</th>' for name in header)
+    head = f"<thead><tr>{names}</tr></thead>" if header else ""
+    body = "\n".join(_row(row[0], "".join(f"<td>{markup(cell)}</td>" for cell in row[1:])) for row in rows)
+    kind = "scroll" + (" left" if left or words else "") + (" words" if words else "")
+    return Markup(f'<div class="{kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>')
+
+
+def heat_map(caption: str, header: Sequence[str], rows: Sequence[HeatRow]) -> Markup:
+    """Return a table whose cells are shaded, in the order of the rows."""
+    head = "".join(f'<th scope="col">{markup(name)}</th>' for name in header)
+    body = "\n".join(_row(_path(row.name), "".join(map(_heat_cell, row.cells)), row.anchor) for row in rows)
+    return Markup(
+        f'<div class="scroll heat" tabindex="0"><table><caption>{markup(caption)}</caption><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def shading(said: str) -> Markup:
+    """Return the scale of a heat map's colours in words, beside its gradient."""
+    return paragraph(Markup(f'fine<span class="scale" aria-hidden="true"></span>bad. {escape(said)}'), soft=True)
 
 
 def named(colour: str, name: str) -> Markup:
@@ -80,6 +190,17 @@ def named(colour: str, name: str) -> Markup:
     return Markup(f'<span class="key" style="background:{colour}"></span>{markup(name)}')
 
 
-def shaded(text: str, shade: float, title: str) -> Markup:
-    """Return a text on a ground that is the more orange the nearer its shade is to 1, with a title."""
-    return Markup(f'<span class="shade" style="--shade:{shade:.2f}" title="{escape(title)}">{markup(text)}</span>')
+def _row(name: str, cells: str, anchor: str = "") -> str:
+    target = f' id="{escape(anchor)}"' if anchor else ""
+    return f'<tr{target}><th scope="row">{markup(name)}</th>{cells}</tr>'
+
+
+def _path(name: str) -> Markup:
+    """Return a layer's path, which a narrow window breaks after a dot."""
+    return Markup(markup(name).replace(".", ".<wbr>"))
+
+
+def _heat_cell(cell: Cell) -> str:
+    title = f' title="{escape(cell.title)}"' if cell.title else ""
+    shade = f' class="shade" style="--shade:{cell.shade:.2f}"' if cell.shade > 0 else ""
+    return f"<td{shade}{title}>{markup(cell.text)}</td>"

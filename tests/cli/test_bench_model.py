@@ -22,6 +22,8 @@ ROWS = (
     "bf16, compiled",
     "octavo fp8-delayed, blocks",
     "octavo fp8-delayed, blocks, compiled",
+    "octavo fp8-delayed, codes",
+    "octavo fp8-delayed, codes, compiled",
     "octavo fp8-delayed, convert, compiled",
     "octavo fp8-delayed, convert",
     "bf16",
@@ -58,7 +60,7 @@ def test_a_run_has_a_row_for_every_case_and_mode(tmp_path, capsys):
         assert row["of_bf16"] == row["ms"] / rows["bf16, compiled"]["ms"]
         assert row["tokens_per_s"] == TINY.tokens / row["ms"] * 1e3
         assert (row["mode"] == "compiled") == ("compile_s" in row) == case.endswith("compiled")
-        assert row["peak_mib"] is None and row["kernels"] == []
+        assert row["peak_mib"] is None and row["held_mib"] is None and row["kernels"] == []
         assert row["losses"] == pytest.approx(rows["bf16"]["losses"], rel=0.01)
         assert len(row["losses"]) == model_bench.SETTLING + 1  # the last one of a compiled step
         assert row["losses"] == pytest.approx(rows[case.removesuffix(", compiled")]["losses"], rel=1e-3)
@@ -76,7 +78,16 @@ def test_a_case_that_fails_is_printed_with_its_error_and_the_others_are_measured
     for mode in ("", ", compiled"):
         assert f"\ntorchao tensorwise{mode}  failed: RuntimeError: no such kernel\n" in printed
     assert all(f"\n{case}  " in printed for case in ROWS)
-    assert printed.count("ms a step") == 2 and "kernel, octavo fp8-delayed, blocks  " in printed
+    assert printed.count("ms a step") == 4 and "kernel, octavo fp8-delayed, blocks  " in printed
+
+
+def test_a_brief_run_has_the_weights_that_are_asked_for(capsys):
+    assert main([*COMMAND, "--brief", "--weights", "codes"]) == 0
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row.startswith(("bf16", "octavo", "torchao"))] == [
+        "bf16, compiled",
+        "octavo fp8-delayed, codes",
+    ]
 
 
 def test_without_a_baseline_there_is_no_ratio():
@@ -127,7 +138,7 @@ def test_tokens_are_new_in_every_step():
     assert not torch.equal(before, training.tokens) and int(training.tokens.max()) < TINY.vocabulary
 
 
-def test_settled_blocks_fuse_from_attention_to_attention():
+def test_calibrated_blocks_fuse_from_attention_to_attention():
     training = model_bench.Training(partial(fused_blocks, recipe="fp8-delayed"), TINY, CPU, "cudnn")
     for _ in range(model_bench.SETTLING):
         training.step()

@@ -1,6 +1,7 @@
 """`octavo bench moe`: its order, octavo.MoE itself, compiled cases, cases that fail, and other libraries."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,16 @@ import octavo
 from octavo.cli import main
 from octavo.cli.bench import cases, isolated, moe_bench, peers
 from octavo.errors import UnsupportedConfig
+from octavo.weights.quantized_weight import QuantizedWeight
 
 TINY = (16, 4, 2, 32, 64)
-ROW = {"ms": 2.0, "readings_ms": [2.0], "tokens_per_s": 8000.0, "kept_mib": 3.0, "codes_mib": 1.0, "peak_mib": 4.0}
+ROW = {
+    "ms": 2.0, "readings_ms": [2.0], "tokens_per_s": 8000.0, "held_mib": 5.0, "kept_mib": 3.0, "codes_mib": 1.0,
+    "peak_mib": 4.0,
+}  # fmt: skip
 FACTS = {"gpu": "a GPU", "torch": "2", "triton": "3"}
-EAGER, COMPILED = ("octavo {}", "octavo {}, cached"), ("octavo {}, compiled", "octavo {}, cached, compiled")
+EAGER = ("octavo {}", "octavo {}, cached", "octavo {}, codes", "octavo {}, codes, columns kept")
+COMPILED = tuple(f"{title}, compiled" for title in EAGER)
 WHOLE = ("octavo.MoE {}", "octavo.MoE {}, captured", "octavo.MoE {}, compiled")
 
 
@@ -26,13 +32,18 @@ def titles(name, *, compiled=True):
     return [title.format(name) for title in (*EAGER, *WHOLE[:2], *((*COMPILED, WHOLE[2]) if compiled else ()))]
 
 
+def asked(compiled, recipes=("fp8-delayed", "fp8-block"), **settings):
+    return moe_bench.Asked(list(recipes), compiled, list(settings.pop("weights", moe_bench.WEIGHTS)), **settings)
+
+
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """A timer that runs one step, no measurement of GPU memory, and graphs without generated code."""
     compile_ = nn.Module.compile
     for timer in ("eager_ms", "device_ms"):
-        monkeypatch.setattr(moe_bench, timer, lambda step: (step(), (2.0, [2.0]))[1])
+        monkeypatch.setattr(moe_bench, timer, lambda step, **_: (step(), (2.0, [2.0]))[1])
     monkeypatch.setattr(moe_bench, "kept_mib", lambda module, x: 3.0)
+    monkeypatch.setattr(moe_bench, "held_mib", lambda before, module, x: 5.0 + x.nbytes / 2**20)
     monkeypatch.setattr(moe_bench, "peak_mib", lambda step: (step(), 4.0)[1])
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: compile_(self, backend="aot_eager", **settings))
     yield
@@ -43,7 +54,7 @@ def on_a_cpu(monkeypatch):
 def faked(monkeypatch):
     """Cases that take no time, of which those of fp8-block fail."""
 
-    def case(make, shape, way):
+    def case(make, shape, way, **settings):
         if "fp8-block" in make.args:
             raise RuntimeError("\nrecompile_limit reached\nmore")
         return ROW
@@ -61,7 +72,7 @@ def faked(monkeypatch):
 def shapes(faked):
     """The results of one shape and two recipes, of which fp8-block fails."""
     found = []
-    moe_bench._measure_shape(TINY, ["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-block"], found)
+    moe_bench._measure_shape(TINY, asked(["fp8-delayed", "fp8-block"]), found)
     return found
 
 
@@ -71,8 +82,8 @@ def shapes(faked):
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_more_compiled_cases_run_than_torch_compiles_one_forward(on_a_cpu):
     for name in ("fp8-delayed", "fp8-block", "fp8-current"):
-        for cached in (False, True):
-            make = partial(moe_bench.Ours, TINY, name, cached, device="cpu")
+        for weights in moe_bench.WEIGHTS:
+            make = partial(moe_bench.Ours, TINY, name, weights, device="cpu")
             row = cases.attempt(name, partial(moe_bench._case, make, TINY, "compiled"))
             assert row["ms"] == 2.0 and row["tokens_per_s"] == 8000.0 and row["peak_mib"] == 4.0, row
 
@@ -107,7 +118,7 @@ def test_octavos_mixture_prefers_the_experts_of_the_other_cases():
 
 
 @pytest.mark.parametrize(
-    ("asked", "compiled"),
+    ("chosen", "compiled"),
     [
         (None, ["fp8-delayed", "fp8-block"]),
         ([], []),
@@ -115,11 +126,9 @@ def test_octavos_mixture_prefers_the_experts_of_the_other_cases():
         (["fp8-block(scale='pow2')"], ["fp8-block"]),  # the same recipe in other words
     ],
 )
-def test_compiled_cases_are_those_asked_for(faked, asked, compiled):
+def test_compiled_cases_are_those_asked_for(faked, chosen, compiled):
     found = []
-    moe_bench._measure_shape(
-        TINY, ["fp8-delayed", "fp8-block"], moe_bench.compiled_of(["fp8-delayed", "fp8-block"], asked), found
-    )
+    moe_bench._measure_shape(TINY, asked(moe_bench.compiled_of(["fp8-delayed", "fp8-block"], chosen)), found)
     ours = [title for name in ("fp8-delayed", "fp8-block") for title in titles(name, compiled=name in compiled)]
     assert [row["case"] for row in found[0]["results"]] == ["grouped_mm bf16, compiled", *ours, "grouped_mm bf16"]
 
@@ -130,6 +139,39 @@ def test_a_compiled_recipe_that_is_not_timed_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "moe", "--compiled", "fp9"])
     assert "There is no recipe 'fp9'" in capsys.readouterr().err
+
+
+def test_a_brief_run_has_the_weights_that_are_asked_for_and_steps_with_an_optimizer(faked):
+    found = []
+    chosen = asked(["fp8-delayed"], recipes=["fp8-delayed"], weights=["cached", "codes"], optimizer=True, brief=True)
+    moe_bench._measure_shape(TINY, chosen, found)
+    assert [row["case"] for row in found[0]["results"]] == [
+        "grouped_mm bf16, compiled", "octavo fp8-delayed, cached", "octavo fp8-delayed, codes",
+        "grouped_mm bf16, compiled, AdamW", "octavo fp8-delayed, codes, AdamW",
+    ]  # fmt: skip
+    assert ["of_floor" in row for row in found[0]["results"]] == [True, True, True, False, False]
+    assert found[0]["kernels"] == {}
+
+
+@pytest.mark.parametrize("weights", ["cast", "codes"])
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-block"])
+def test_a_step_with_an_optimizer_trains_either_kind_of_weight(on_a_cpu, monkeypatch, name, weights):
+    made = []
+    monkeypatch.setattr(moe_bench, "kept_mib", lambda module, x: (made.append(module), 3.0)[1])
+    make = partial(moe_bench.Ours, TINY, name, weights, device="cpu")
+    torch.manual_seed(0)
+    before = [p.detach().clone() for p in make().parameters()]
+    torch.manual_seed(0)
+    moe_bench._case(make, TINY, "eager", optimizer=True)
+    (module,) = made
+    assert isinstance(module.experts.fc1.weight, QuantizedWeight) == (weights == "codes")
+    assert not any(torch.equal(p, was) for p, was in zip(module.experts.parameters(), before[1:], strict=True))
+
+
+def test_weights_of_another_name_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "moe", "--weights", "codes,bits"])
+    assert "out of cast, cached, codes, columns, comma-separated; got 'bits'" in capsys.readouterr().err
 
 
 def test_the_cases_that_matter_most_come_first(shapes):
@@ -143,11 +185,11 @@ def test_a_case_that_fails_is_a_row_and_the_others_are_measured(shapes):
     assert [row["case"] for row in failed] == titles("fp8-block")
     assert {row["error"] for row in failed} == {"RuntimeError: recompile_limit reached"}
     measured = [row for row in entry["results"] if row not in failed]
-    assert [row["of_bf16"] for row in measured] == [1.0] * 9
+    assert [row["of_bf16"] for row in measured] == [1.0] * 13
     assert measured[2]["of_floor"] == 2.0 / moe_bench.floors(TINY)["cached"]
     assert entry["kernels"]["fp8-block"] == [{"case": "fp8-block", "error": "ZeroDivisionError"}]
     text = moe_bench.render({"machine": FACTS, "shapes": shapes})
-    assert "\noctavo fp8-delayed, cached            2.000  8000      1.00     " in text
+    assert re.search(r"\noctavo fp8-delayed, cached +2.000  8000      1.00     ", text)
     assert "\noctavo fp8-block, cached  failed: RuntimeError: recompile_limit reached\n" in text
     assert "\nkernel, fp8-block  failed: ZeroDivisionError" in text
 

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+import octavo
 from octavo.cli import main
 
 MODULE = """
@@ -32,6 +33,11 @@ MODULE = """
         model[0].weight.data.fill_(float("nan"))
         return model, batches
 
+    def outlier():
+        model, batches = plain()
+        model[2].weight.data[0, 0] = 1e5
+        return model, batches
+
     def arguments(size, depth=2):
         return plain()
 
@@ -55,7 +61,7 @@ def run(command, function, *arguments):
 def test_a_plain_model_is_inspected_in_the_recipe_that_is_named(capsys, tmp_path):
     assert run("inspect", "plain", "--recipe", "nvfp4", "--steps", "3", "--html", "r.html", "--json", "r.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 layers, 3 steps counted\n") and said.rstrip().endswith("Nothing stands out.")
+    assert said.startswith("2 layers, 3 steps counted\n") and "\n\nNothing stands out.\n\nlayer " in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["findings"] == []
     assert {(t["layer"], t["tensor"], t["calls"]) for t in report["tensors"]} >= {("0", "x", 3), ("2", "dx", 3)}
@@ -75,13 +81,34 @@ def test_findings_fail_if_they_shall(capsys):
     assert "octavo inspect: --fail: " in capsys.readouterr().err
 
 
+def test_advice_is_tried_and_written_as_a_policy_that_other_commands_take(capsys, tmp_path):
+    options = ["--recipe", "fp8-current", "--steps", "2", "--top", "1"]
+    assert run("inspect", "outlier", *options, "--write-policy", "p.toml", "--html", "r.html") == 0
+    said = capsys.readouterr().out
+    assert said.index("2: w underflows: ") < said.index("Tried on the same batches:") < said.index("layer  tensor")
+    assert "instead of" in said and said.rstrip().endswith("Left out: 1 layer, none of them with a finding.")
+    assert "octavo inspect subject_of_inspect:outlier --policy policy.toml" in (tmp_path / "r.html").read_text()
+    policy = octavo.Policy.load("p.toml")
+    assert [rule.layers for rule in policy.rules] == [("2",), ("*",)] and str(policy.rules[1].recipe) == "fp8-current"
+    assert str(policy.rules[0].recipe) != "fp8-current"
+    assert run("inspect", "outlier", "--policy", "p.toml") == 0
+    assert "Nothing stands out." in capsys.readouterr().out
+    assert run("compare", "outlier", "fp8-current", "--policy", "p.toml") == 0
+    assert "error policy" in capsys.readouterr().out
+
+
+def test_a_model_is_explained_in_the_recipe_that_is_named(capsys):
+    assert run("explain", "plain", "--recipe", "fp8-block") == 0
+    assert "fp8-block" in capsys.readouterr().out
+
+
 def test_two_recipes_are_compared(capsys, tmp_path):
     assert run("compare", "plain", "mxfp8", "nvfp4", "--steps", "3", "--html", "c.html", "--json", "c.json") == 0
     said = capsys.readouterr().out
     assert said.startswith("Gradients over 3 batches; mean loss ") and "error nvfp4" in said
     report = json.loads((tmp_path / "c.json").read_text())
     assert report["recipes"] == ["mxfp8", "nvfp4"] and report["gradients"][0]["parameter"] == "(all)"
-    assert "<svg" in (tmp_path / "c.html").read_text()
+    assert "octavo compare subject_of_inspect:plain mxfp8 nvfp4" in (tmp_path / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +132,8 @@ def test_two_recipes_are_compared(capsys, tmp_path):
             "--html writes into a folder that exists",
         ),
         (["compare", "subject_of_inspect:plain", "mxfp8", "fp9"], "There is no recipe"),
+        (["compare", "subject_of_inspect:plain", "mxfp8"], "takes two recipes, or one and --policy FILE."),
+        (["inspect", "subject_of_inspect:plain", "--recipe", "mxfp8", "--policy", "p"], "Leave one out."),
     ],
 )
 def test_refusals(arguments, says, capsys):

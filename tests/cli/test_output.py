@@ -115,7 +115,7 @@ def test_doctor_prints_the_recipes_it_has_checked(monkeypatch, capsys):
     assert main(["doctor", "--device", "cpu"]) == 130
     out, line = said(capsys)
     assert "\nfp8-delayed " in out and "\nfp8-current " not in out
-    assert "Interrupted: 2 of 7 recipes were checked" in out and "All " not in out
+    assert f"Interrupted: 2 of {len(SHIPPED)} recipes were checked" in out and "All " not in out
     assert line == "octavo doctor: interrupted. The results so far were printed."
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_inside_of_a_probe_is_no_failed_probe(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gemm", after(4, doctor.gemm))
     assert main(["doctor", "--device", "cpu"]) == 130
     out, _ = said(capsys)
-    assert "failed" not in out and "Interrupted: 1 of 7" in out
+    assert "failed" not in out and f"Interrupted: 1 of {len(SHIPPED)}" in out
 
 
 @pytest.fixture
@@ -239,8 +239,8 @@ def measured(monkeypatch):
             for timer, value in timers.items():
                 if hasattr(module, timer):
                     monkeypatch.setattr(module, timer, read(value))
-            if hasattr(module, "settled_step"):
-                monkeypatch.setattr(module, "settled_step", lambda *args: lambda: None)
+            if hasattr(module, "calibrated_step"):
+                monkeypatch.setattr(module, "calibrated_step", lambda *args: lambda: None)
         monkeypatch.setattr(host_bench, "training_step", lambda *args: lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         facts = {"gpu": "a GPU", "torch": "2", "triton": "3"}
@@ -460,7 +460,7 @@ def test_json_is_printed_instead_of_the_table(small, capsys):
 def test_the_bare_command_prints_its_help(capsys):
     assert main([]) == 2
     printed = capsys.readouterr().err
-    assert all(f"\n    {name} " in printed for name in COMMANDS)
+    assert all(re.search(rf"\n    {name}\s", printed) for name in COMMANDS)
     assert main(["bench"]) == 2
     printed = capsys.readouterr().err
     assert all(re.search(rf"\n    {name}\s", printed) for name in bench.SUITES)
@@ -508,7 +508,7 @@ def test_help_has_an_example_that_is_accepted_and_a_default_for_every_option(com
     options = text[text.index("\noptions:") :].split("\n  -")[2:]
     for option in options:
         assert "default: " in " ".join(option.split()) or option.startswith("-json"), option
-    for internal in ("add_arguments", "codes", "orientation", "peers is", "suite is a file"):
+    for internal in ("add_arguments", "orientation", "peers is", "suite is a file"):
         assert internal not in text
 
 

@@ -440,11 +440,11 @@ def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(now):
     for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
         now[0] += seconds
         clock.tick(step)
-        said.append(clock.told(step))
+        said.append(clock.text(step))
         with clock.stopped():
             now[0] += 1000.0
     assert said == ["100 s, 900 s left", "102 s, 16 s left", "104 s, 14 s left"]
-    assert clock.told(10) == "104 s"
+    assert clock.text(10) == "104 s"
 
 
 def test_the_time_left_of_a_resumed_run_counts_only_its_own_steps(now):
@@ -453,7 +453,7 @@ def test_the_time_left_of_a_resumed_run_counts_only_its_own_steps(now):
     for step, seconds in ((91, 30.0), (92, 2.0)):
         now[0] += seconds
         clock.tick(step)
-    assert clock.told(92) == "932 s, 16 s left"
+    assert clock.text(92) == "932 s, 16 s left"
 
 
 def test_a_run_stops_its_clock_while_tensors_are_sampled(monkeypatch):

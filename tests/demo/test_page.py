@@ -38,7 +38,7 @@ BOTH = report(BASE, run("fp8-block", [v * 1.01 for v in FALLING], 1.515, gap_per
 class Reader(HTMLParser):
     """Checks that every element is closed in its turn, and lists what the page refers to."""
 
-    EMPTY = ("meta", "line", "polyline", "polygon")
+    EMPTY = ("meta", "line", "polyline", "polygon", "path", "wbr")
 
     def __init__(self, text):
         super().__init__()
@@ -68,7 +68,12 @@ class Reader(HTMLParser):
 def test_a_page_is_whole_and_loads_nothing():
     text = page.render(BOTH)
     found = Reader(text)
-    assert found.links == [] and "<script" not in text and "@import" not in text and "url(" not in text
+    assert (
+        all(link.startswith("#") for link in found.links)
+        and "<script" not in text
+        and "@import" not in text
+        and "url(" not in text
+    )
     assert len(found.points) == 3  # two losses, and one gap
     assert all(len(points.split()) == 40 for points in found.points)
     for said in (
@@ -76,7 +81,9 @@ def test_a_page_is_whole_and_loads_nothing():
         "fp8-block",
         "1.5150",
         "+1.00 ± 0.04 %",
-        "40 steps of 8 × 128 bytes, seed 0, on a CPU.",
+        "40 steps of 8 × 128 bytes, seed 0, on a CPU. octavo 0.1.0, torch 2.13.0.",
+        "<h1>fp8-block ends above bf16 by more than seed noise (+1.00 %)</h1>",
+        "octavo train --model gpt --size 128 --steps 40 --batch 8 --recipe &quot;fp8-block(wgrad=",
     ):
         assert said in text
 
@@ -102,8 +109,8 @@ def test_the_settings_of_a_mixture_have_a_row_each():
     found["plan"]["shape"] = {**found["plan"]["shape"], "mixture": {"experts": 8, "top_k": 2}}
     text = page.render(found)
     assert (
-        "<td>experts</td><td>8</td>" in text
-        and "<td>top_k</td><td>2</td>" in text
+        '<th scope="row">experts</th><td>8</td>' in text
+        and '<th scope="row">top_k</th><td>2</td>' in text
         and "{" not in text.split("</style>")[1]
     )
 
@@ -125,7 +132,7 @@ def test_any_losses_make_a_page(losses):
 
 def test_an_interrupted_run_says_so():
     text = page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", FALLING[:7], None), interrupted=True))
-    assert "interrupted after step 7" in text and "on a CPU. Interrupted." in text
+    assert "interrupted after step 7" in text and "torch 2.13.0. Interrupted." in text
     assert page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", [], None))).count("nvfp4") == 0
 
 
@@ -160,9 +167,10 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
     text = page.render(report(BASE, run("nvfp4", FALLING, numerics=samples)))
     Reader(text)
     assert '--shade:1.00" title="step 10: 50.00 %, step 20: 30.00 %">40.00 %<' in text
-    assert '--shade:0.00" title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
+    assert '<td title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
+    assert '<a href="#run1-0">blocks.0.down</a>: &lt;dy&gt; at 20' in text and '<tr id="run1-0">' in text
     assert "nvfp4, steps 10, 20" in text and "saturated x" not in text and "underflow w" not in text
-    assert "blocks.0.down: &lt;dy&gt; at 20" in text and ">0.9895<" in text
+    assert ">0.9895<" in text
 
 
 def test_the_band_of_a_gap_is_two_standard_errors():
@@ -181,3 +189,26 @@ def test_time_memory_and_rules_are_shown():
     cells = set(Reader(text := page.render(report(BASE, more, policies={"mine.toml": policy}))).cells)
     assert {"1024.0 ms", "3.2 s", "12.3 MiB", "56.8 MiB", "8"} <= cells
     assert "A rule decides for no layer." in text and "Rules of mine.toml" in text
+
+
+def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
+    def said(*gaps):
+        runs = [run(f"r{n}", FALLING, gap_percent=gap, gap_noise_percent=0.1) for n, gap in enumerate(gaps)]
+        return Reader(text := page.render(report(BASE, *runs))) and text.split("<h1>")[1].split("</h1>")[0]
+
+    assert said(0.0, 0.34) == "r0 and r1 end within seed noise of bf16 (+0.00 %, +0.34 %)"
+    assert said(-0.2, 3.0) == (
+        "r1 ends above bf16 by more than seed noise (+3.00 %); r0 ends within seed noise of bf16 (-0.20 %)"
+    )
+    assert said(math.nan) == "r0 diverged: the loss is not finite"
+    assert "After 40 steps, as here, by more." in page.render(report(BASE, run("r", FALLING, gap_percent=0.1)))
+
+
+def test_many_layers_are_folded_after_those_with_findings():
+    layers = {f"layers.{n}": {"x": {"underflow": 0.01 * n}} for n in range(30)}
+    sample = {"step": 1, "layers": layers, "findings": ["layers.3: x is bad", "layers.29: x is worse"]}
+    text = page.render(report(BASE, run("nvfp4", FALLING, numerics=[sample])))
+    Reader(text)
+    shown, rest = text.split("22 more layers without a finding")
+    assert shown.index('id="run1-29"') < shown.index('id="run1-3"') < shown.index('id="run1-28"')
+    assert 'id="run1-0"' in rest and 'id="run1-0"' not in shown

@@ -128,7 +128,8 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
     assert lines[3].startswith("(all)") and len(lines) == 3 + len(found.rows)
     found.save_html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert text.count("<svg") == len(found.rows) and "http" not in text
+    assert text.count('<th scope="row">') == len(found.rows) and "http" not in text
+    assert "<h1>Gradients of mxfp8 and mxfp8 (2) are about as near to unquantized ones" in text
 
 
 def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
@@ -142,12 +143,14 @@ def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
     assert octavo.compare(model, batches(), "bf16", "mxfp8").rows[0].second_error > 0
 
 
-def test_the_page_has_the_order_of_the_text_and_names_its_bars():
+def test_the_page_has_the_order_of_the_text_and_answers():
     found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
-    text, largest = found.html(), max(max(row.first_error, row.second_error) for row in found.rows)
+    text, whole = found.html("octavo compare mine:model mxfp8 nvfp4"), found.rows[0]
     listed = [line.split()[0] for line in str(found).splitlines()[3:]]
-    assert sorted(listed, key=lambda name: text.index(f"<td>{name}</td>")) == listed
-    assert f"error up to {largest:.0%}: mxfp8 above, nvfp4 below" in text
+    assert sorted(listed, key=lambda name: text.index(f'<th scope="row">{name.replace(".", ".<wbr>")}</th>')) == listed
+    said = f"error {whole.first_error:.1%}, against {whole.second_error:.1%} in nvfp4"
+    assert f"<h1>Gradients of mxfp8 are nearer to unquantized ones: {said}</h1>" in text
+    assert "octavo inspect mine:model --recipe &quot;mxfp8&quot;" in text
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ class Everything(nn.Module):
     def __init__(self):
         super().__init__()
         self.delayed, self.drawn = make("fp8-delayed", 48, 48), make("nvfp4", 48, 48)
-        self.cached, self.held = make("fp8-block", 48, 48), make("fp8-current", 48, 48)
+        self.cached, self.quantized = make("fp8-block", 48, 48), make("fp8-current", 48, 48)
         self.fused = make("fp8-current", 48, 48, fuse_wgrad_accumulation=True)
         self.fused.weight.main_grad = spiky(48, 48)
         self.follows = octavo.Linear(48, 48)
@@ -296,12 +296,12 @@ class Everything(nn.Module):
     def forward(self, x):
         self.calls += 1
         x = self.norm(self.dropout(self.drawn(self.delayed(x))))
-        return self.fused(self.held(self.follows(self.cached(x, True))))
+        return self.fused(self.quantized(self.follows(self.cached(x, True))))
 
 
 def everything():
     model = Everything()
-    octavo.quantize_weights(nn.Sequential(model.held))
+    octavo.quantize_weights(nn.Sequential(model.quantized))
     model(spiky(8, 48)).sum().backward()
     octavo.step(model)
     return model

@@ -157,13 +157,13 @@ def test_casts_have_the_scales_that_ranks_agreed_on(ranks, recipe, mode, sequenc
 def _sent(group, rank, recipe, mode, sequence):
     """Kind and bytes of each collective, of an inspected step and of a plain one."""
     layer, x, dy, *_ = split_linear(group, recipe, mode, sequence)
-    send, sent = collectives._sent, []
+    send, sent = collectives.sent, []
 
     def noted(kind, operator, where, group, t, *settings):
         sent.append((kind, t.numel() * t.element_size()))
         return send(kind, operator, where, group, t, *settings)
 
-    collectives._sent = noted
+    collectives.sent = noted
     try:
         with octavo.inspect(layer):
             train(layer, x.contiguous(), dy.contiguous())
@@ -171,7 +171,7 @@ def _sent(group, rank, recipe, mode, sequence):
         sent.clear()
         train(layer, x.contiguous(), dy.contiguous())
     finally:
-        collectives._sent = send
+        collectives.sent = send
     return inspected, sent
 
 

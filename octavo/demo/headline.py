@@ -1,0 +1,99 @@
+"""The answer of a training report: how recipes ended beside bf16, in a sentence and as a card each."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.demo.train_text import gap_text
+from octavo.inspection.heat import HeatMap
+from octavo.inspection.webpage import Card, joined, link
+
+SEED_NOISE = 0.5  # percent: how far another seed moves the gap of a small model after the default's 200 steps
+FEW_STEPS = 200  # below which seeds differ by more
+ABOVE, WITHIN, BELOW, LOST, STOPPED = "above", "within", "below", "diverged", "stopped"
+MEASURED = (ABOVE, WITHIN, BELOW)
+SENTENCES: dict[str, Callable[[str, bool], str]] = {
+    LOST: lambda names, many: f"{names} diverged: the loss is not finite",
+    ABOVE: lambda names, many: f"{names} {'end' if many else 'ends'} above bf16 by more than seed noise",
+    WITHIN: lambda names, many: f"{names} {'end' if many else 'ends'} within seed noise of bf16",
+    BELOW: lambda names, many: f"{names} {'end' if many else 'ends'} below bf16 by more than seed noise",
+    STOPPED: lambda names, many: f"{names} {'were' if many else 'was'} interrupted",
+}
+CARDS = {
+    LOST: ("look", "diverged"),
+    ABOVE: ("look", f"above seed noise (± {SEED_NOISE} %)"),
+    WITHIN: ("ok", f"within seed noise (± {SEED_NOISE} %)"),
+    BELOW: ("ok", f"below by more than seed noise (± {SEED_NOISE} %)"),
+    STOPPED: ("look", "interrupted"),
+}
+
+
+def outcome(run: dict[str, Any]) -> str:
+    """Return how a run ended beside the baseline: a gap counts if it is beyond what another seed, or twice the standard
+    error over the held-out text, would move it."""
+    if run["loss"] is None or run.get("gap_percent") is None:
+        return STOPPED
+    if not math.isfinite(run["gap_percent"]):
+        return LOST
+    noise = max(SEED_NOISE, 2 * (run.get("gap_noise_percent") or 0.0))
+    return WITHIN if abs(run["gap_percent"]) <= noise else ABOVE if run["gap_percent"] > 0 else BELOW
+
+
+def headline(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the sentence for all runs, the baseline first."""
+    base, *others = runs
+    if not others:
+        ended = base["loss"] is not None
+        return f"bf16 ended at a loss of {base['loss']:.4f}" if ended else "bf16 was interrupted"
+    said = []
+    for kind, sentence in SENTENCES.items():
+        found = [run for run in others if outcome(run) == kind]
+        if found:
+            numbers = f" ({', '.join(map(_gap, found))})" if kind in MEASURED else ""
+            said.append(sentence(_listed([run["recipe"] for run in found]), len(found) > 1) + numbers)
+    return "; ".join(said)
+
+
+def caution(steps: int) -> str:
+    """Return what the headline does not show."""
+    few = f" After {steps} steps, as here, by more." if steps < FEW_STEPS else ""
+    return f"One seed each: another seed moves a gap of a small model by about {SEED_NOISE} %.{few}"
+
+
+def card(run: dict[str, Any], base: dict[str, Any], heat: HeatMap | None, *, gpu: bool) -> Card:
+    """Return the card of a run beside the baseline. On a CPU its speed is that of the reference, and is no answer."""
+    kind = outcome(run)
+    status, word = CARDS[kind]
+    lines = [word]
+    if gpu and run.get("tokens_per_s") and base.get("tokens_per_s"):
+        ratio = run["tokens_per_s"] / base["tokens_per_s"]
+        lines.append(f"Speed: {run['tokens_per_s']:.0f} tokens/s, {ratio:.2f} × bf16")
+    lines += [line for line in (_memory(run, base, "kept"), _memory(run, base, "peak")) if line]
+    worst = None if heat is None else heat.worst()
+    if heat is not None and worst is None:
+        lines.append("No cell of its heat map is shaded.")
+    if worst is not None:
+        lines.append(joined("Worst: ", link(worst.name, worst.anchor), f", {worst.column} {worst.text}"))
+    return Card(run["recipe"], _gap(run) if kind in MEASURED else "–", _small(run), lines, status)
+
+
+def _gap(run: dict[str, Any]) -> str:
+    """Return the gap without its noise."""
+    return gap_text(run).split(" ±")[0].removesuffix(" %") + " %"
+
+
+def _small(run: dict[str, Any]) -> str:
+    noise = gap_text(run).partition("± ")[2]
+    return "held-out loss against bf16" + (f", ± {noise} over the text" if noise else "")
+
+
+def _memory(run: dict[str, Any], base: dict[str, Any], name: str) -> str:
+    own, other = run.get(f"{name}_mib"), base.get(f"{name}_mib")
+    if own is None:
+        return ""
+    said = {"kept": "Kept for backward", "peak": "Peak memory"}[name]
+    return f"{said}: {own:.1f} MiB" + (f", {own / other:.2f} × bf16" if other else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

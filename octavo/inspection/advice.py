@@ -1,0 +1,165 @@
+"""Advice that was tried: other recipes for the layers that an inspection faults, measured on the same batches."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo.errors import Unsupported, UnsupportedConfig
+from octavo.inspection.explain import copied
+from octavo.inspection.findings import Finding
+from octavo.inspection.heat import label, spoken
+from octavo.inspection.steps import Batch, Loss, gradients_of, set_recipe
+from octavo.inspection.tensor_rows import TensorRow
+from octavo.model.layer_lookup import layers
+from octavo.model.policy import Policy
+from octavo.model.step import step
+from octavo.recipes import recipe as resolve
+
+# fp8-delayed is none: its scales come from steps that a trial does not make. bf16 is none: it always wins.
+CANDIDATES = (
+    "fp8-current", "fp8-current(grad_format=E4M3)", "fp8-rowwise", "fp8-block", "fp8-block(scale='fp32')",
+    "fp8-block(grad_format=E5M2)", "mxfp8", "mxfp8(grad_format=E5M2)", "nvfp4",
+)  # fmt: skip
+LESS = ("underflow", "saturated")  # numbers of which less is better; of the others more is
+SPARE = 0.002  # how much of its worst cosine a layer may lose by a recipe that helps one of its tensors
+
+
+class Advice(NamedTuple):
+    """The recipe that helps a layer most, of those that were tried.
+
+    Attributes:
+        layer: the layer's path.
+        tensor: the tensor whose number the finding names.
+        number: that number: "underflow", "saturated", "sqnr" or "cosine".
+        in_use: the layer's recipe.
+        before: the number in that recipe.
+        recipe: the recipe that helps most; None if none of them helps.
+        after: the number in it.
+        tried: each recipe that ran, and the number in it.
+    """
+
+    layer: str
+    tensor: str
+    number: str
+    in_use: str
+    before: float
+    recipe: str | None
+    after: float
+    tried: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        what = f"{label(self.layer)}: {self.tensor} {self.number}"
+        if self.recipe is None:
+            count = len(self.tried)
+            return (
+                f"{what} {spoken(self.before, self.number)} in {self.in_use}: none of {count} other recipes helps. "
+                "Leave this layer in bf16, or look for the cause in the model."
+            )
+        best = f"{spoken(self.after, self.number)} in {self.recipe}"
+        return f"{what}: {best} instead of {spoken(self.before, self.number)} in {self.in_use}."
+
+
+class _Measured(NamedTuple):
+    """A layer's numbers in one recipe."""
+
+    rows: dict[str, TensorRow]
+    faults: int
+
+    def number(self, tensor: str, name: str) -> float | None:
+        row = self.rows.get(tensor)
+        return None if row is None else getattr(row, name)
+
+    def cosine(self) -> float:
+        """The worst cosine of a result."""
+        return min((row.cosine for row in self.rows.values() if row.cosine is not None), default=1.0)
+
+
+def try_recipes(
+    model: nn.Module, batches: Sequence[Batch], faults: Sequence[Finding], inspect: Any, loss: Loss | None
+) -> list[Advice]:
+    """Run copies of a model, with the layers of faults in each other recipe, and return the best for each layer: that
+    with the fewest faults, and of these the one that improves the number of the first fault most. `inspect` is
+    `octavo.inspect`, which imports this module."""
+    by_layer: dict[str, Finding] = {}
+    for fault in faults:
+        if fault.number:
+            by_layer.setdefault(fault.layer, fault)
+    if not by_layer:
+        return []
+    found = [(layer, own.recipe) for layer, own in layers(model) if layer in by_layer]
+    in_use = {layer: None if own is None else str(own) for layer, own in found}
+    before = _measured(model, batches, inspect, loss)
+    tried: dict[str, dict[str, _Measured]] = {layer: {} for layer in by_layer}
+    for name in CANDIDATES:
+        own = [layer for layer in by_layer if in_use.get(layer) != str(resolve(name))]
+        subject = copied(model, "inspect")
+        for layer, module in layers(subject):
+            if layer in own:
+                set_recipe(module, name)
+        try:
+            measured = _measured(subject, batches, inspect, loss)
+        except Unsupported:  # of one of the layers: its shape, or its device
+            continue
+        for layer in own:
+            tried[layer][name] = measured[layer]
+    return [
+        _best(fault, in_use.get(layer) or "its recipe", before[layer], tried[layer])
+        for layer, fault in by_layer.items()
+        if layer in before and before[layer].number(fault.tensor, fault.number) is not None
+    ]
+
+
+def policy_of(advice: Iterable[Advice], in_use: dict[str, str]) -> Policy:
+    """Return the policy that gives each layer the recipe that helped it, and the others theirs."""
+    chosen = {one.layer: one.recipe for one in advice if one.recipe is not None}
+    rules: list[tuple[list[str], str]] = []
+    for name in dict.fromkeys(chosen.values()):
+        rules.append(([layer for layer, own in chosen.items() if own == name], name))
+    kept = dict.fromkeys(own for layer, own in in_use.items() if layer not in chosen)
+    if len(kept) == 1:
+        rules.append((["*"], next(iter(kept))))
+    else:
+        rules += [([path for path, own in in_use.items() if own == name and path not in chosen], name) for name in kept]
+    if not rules:
+        raise UnsupportedConfig("There is no layer to write a policy for.")
+    return Policy(rules)
+
+
+def _measured(model: nn.Module, batches: Sequence[Batch], inspect: Any, loss: Loss | None) -> dict[str, _Measured]:
+    """Return the numbers of each layer of a copy over the batches."""
+    subject = copied(model, "inspect")
+    gpus = dict.fromkeys(t.device for t in model.parameters() if t.device.type == "cuda")
+    with torch.enable_grad(), torch.random.fork_rng(devices=list(gpus)), inspect(subject) as report:
+        for place, batch in enumerate(batches):
+            torch.manual_seed(place)
+            subject.zero_grad()
+            gradients_of(subject, batch, loss)
+            step(subject)
+    faults = Counter(fault.layer for fault in report._faults())
+    found: dict[str, _Measured] = {}
+    for row in report.rows():
+        found.setdefault(row.layer, _Measured({}, faults[row.layer])).rows[row.tensor] = row
+    return found
+
+
+def _best(fault: Finding, in_use: str, before: _Measured, tried: dict[str, _Measured]) -> Advice:
+    was = before.number(fault.tensor, fault.number)
+    assert was is not None
+    sign = -1.0 if fault.number in LESS else 1.0
+    values = {name: measured.number(fault.tensor, fault.number) for name, measured in tried.items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    fit = {
+        name: value
+        for name, value in known.items()
+        if sign * (value - was) > 0
+        and tried[name].faults <= before.faults
+        and tried[name].cosine() >= before.cosine() - SPARE
+    }
+    best = max(
+        fit, key=lambda name: (-tried[name].faults, round(sign * fit[name], 4), tried[name].cosine()), default=None
+    )
+    after = was if best is None else fit[best]
+    return Advice(fault.layer, fault.tensor, fault.number, in_use, was, best, after, tuple(known.items()))

@@ -1,0 +1,160 @@
+"""The heat map of a recipe: its layers by what they measure, the worst first, each cell shaded by one stated scale."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from octavo.inspection.webpage import Cell, HeatRow, Markup, bullets, folded, heat_map, link, shading
+from octavo.text import one_line
+
+# columns of a layer's row: the number, the tensors that have it, the values at which a cell is not and is fully shaded
+COLUMNS = (
+    ("underflow", ("x", "w", "dy"), 0.02, 0.3),
+    ("saturated", ("x", "w", "dy"), 0.0, 0.05),
+    ("nonfinite", ("x", "w", "dy", "y", "dx", "dw"), 0.0, 0.01),
+    ("sqnr", ("x", "w", "dy", "y"), 26.0, 12.0),
+    ("cosine", ("dx", "dw"), 0.999, 0.95),
+)
+RARE = ("saturated", "nonfinite")  # a column of zeros would only widen the table
+TITLES = {"sqnr": "SQNR", "nonfinite": "not finite"}
+SHADING = (
+    "A cell is unshaded at 2 % underflow, no saturation, 26 dB or a cosine of 0.999, and fully shaded at 30 % "
+    "underflow, 5 % saturation, 12 dB or 0.95; one scale for all recipes, so that pages compare. "
+)
+MEANING = (
+    "Underflow: values that are not zero and become zero; saturated: values beyond the largest code; SQNR: signal to "
+    "quantization noise; cosine: that of dx and dw with those of the same layer in float32."
+)
+FEWEST = 8  # rows that are shown at least
+
+Numbers = Mapping[str, Mapping[str, Mapping[str, float]]]  # by layer, tensor and number
+
+
+class Sample(NamedTuple):
+    """The measures of a step, or of a whole block if `step` is None."""
+
+    step: int | None
+    layers: Numbers
+
+
+class Worst(NamedTuple):
+    """The most shaded cell of a recipe."""
+
+    name: str  # of the layer
+    anchor: str  # of its row
+    column: str
+    text: str
+    shade: float
+
+
+class HeatMap:
+    """A recipe's heat map. `name` tells its anchors from those of other recipes on the page."""
+
+    def __init__(self, name: str, samples: Sequence[Sample], findings: Sequence[str]) -> None:
+        self._name, self._samples, self._findings = name, samples, findings
+        self.layers = list(dict.fromkeys(layer for sample in samples for layer in sample.layers))
+        self._columns: list[tuple[str, str, str, float, float]] = []
+        for number, tensors, good, bad in COLUMNS:
+            for tensor in tensors:
+                found = [value for layer in self.layers for value in self._by_step(layer, tensor, number).values()]
+                if any(found) if number in RARE else found:
+                    self._columns.append((f"{TITLES.get(number, number)} {tensor}", number, tensor, good, bad))
+        rows = [self._row(place, layer) for place, layer in enumerate(self.layers)]
+        self.rows = sorted(rows, key=lambda row: -row.shade)
+        self._anchors = {layer: row.anchor for layer, row in zip(self.layers, rows, strict=True)}
+
+    @property
+    def sick(self) -> list[str]:
+        """The layers that have a finding."""
+        return list(dict.fromkeys(layer for layer in map(self.layer_of, self._findings) if layer is not None))
+
+    def anchor(self, layer: str) -> str:
+        return self._anchors.get(layer, "")
+
+    def layer_of(self, finding: str) -> str | None:
+        """Return the layer that a finding begins with."""
+        named = {f"{label(layer)}: ": layer for layer in self.layers}
+        start = max((text for text in named if finding.startswith(text)), key=len, default=None)
+        return None if start is None else named[start]
+
+    def worst(self) -> Worst | None:
+        """Return the most shaded cell; None if none is shaded."""
+        found = [
+            Worst(row.name, row.anchor, column[0], cell.text, cell.shade)
+            for row in self.rows
+            for column, cell in zip(self._columns, row.cells, strict=True)
+            if cell.shade > 0
+        ]
+        return max(found, key=lambda worst: worst.shade, default=None)
+
+    def findings(self) -> Markup:
+        """Return the findings, each linked to its layer's row."""
+        return bullets([self._linked(finding) for finding in self._findings]) if self._findings else Markup("")
+
+    def html(self, caption: str) -> Markup:
+        """Return the rows; layers without a finding are folded after the worst few."""
+        if not self._columns:
+            return Markup("")
+        sick = {self.anchor(layer) for layer in self.sick}
+        ordered = sorted(self.rows, key=lambda row: row.anchor not in sick)
+        shown = max(FEWEST, len(sick))
+        header = ["layer", *(column[0] for column in self._columns)]
+        parts = [heat_map(caption, header, ordered[:shown])]
+        if rest := ordered[shown:]:
+            said = f"{len(rest)} more layer{'s' if len(rest) > 1 else ''} without a finding"
+            parts.append(folded(said, heat_map(f"{caption}, the rest", header, rest)))
+        return Markup("\n".join(parts))
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _linked(self, finding: str) -> Markup:
+        layer = self.layer_of(finding)
+        if layer is None:
+            return link(finding, "")
+        name = label(layer)
+        return Markup(link(name, self.anchor(layer)) + link(finding.removeprefix(name), ""))
+
+    def _row(self, place: int, layer: str) -> HeatRow:
+        cells = [
+            self._cell(self._by_step(layer, tensor, number), number, (good, bad))
+            for _, number, tensor, good, bad in self._columns
+        ]
+        return HeatRow(label(layer), cells, f"{self._name}-{place}")
+
+    def _by_step(self, layer: str, tensor: str, number: str) -> dict[int | None, float]:
+        """Return a number of a layer's tensor by step, where it exists."""
+        found = {sample.step: sample.layers.get(layer, {}).get(tensor, {}).get(number) for sample in self._samples}
+        return {step: value for step, value in found.items() if value is not None}
+
+    def _cell(self, by_step: Mapping[int | None, float], number: str, bounds: tuple[float, float]) -> Cell:
+        """Return the mean, shaded by how bad it is; each step's value is in the title."""
+        if not by_step:
+            return Cell("–")
+        mean, (good, bad) = fmean(by_step.values()), bounds
+        each = ", ".join(f"step {step}: {spoken(value, number)}" for step, value in by_step.items() if step is not None)
+        return Cell(spoken(mean, number), min(max((mean - good) / (bad - good), 0.0), 1.0), each)
+
+
+def shade_of(numbers: Mapping[str, float]) -> float:
+    """Return how bad the worst of a tensor's numbers is; above 1 it is beyond what a heat map shades."""
+    found = [(numbers[name] - good) / (bad - good) for name, _, good, bad in COLUMNS if name in numbers]
+    return max(found, default=0.0)
+
+
+def scale() -> Markup:
+    """Return what the shades of all heat maps of a page mean."""
+    return shading(SHADING + MEANING)
+
+
+def label(layer: str) -> str:
+    """Return a layer's path as a page and a finding name it."""
+    return one_line(layer) or "(model)"
+
+
+def spoken(value: float, number: str) -> str:
+    """Return a number as text."""
+    if number == "sqnr":
+        return f"{value:.1f} dB"
+    if number == "cosine":
+        return f"{value:.4f}"
+    return "0 %" if value == 0 else f"{100 * value:.2f} %" if value >= 5e-5 else "< 0.01 %"

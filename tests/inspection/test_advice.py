@@ -1,0 +1,136 @@
+"""Advice of an inspection: the recipe that it names improves what it measured, on other batches too."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.inspection.advice import LESS
+from octavo.recipes import SHIPPED
+
+RECIPES = [name for name in SHIPPED if name != "bf16"]
+WIDTH, TOKENS = 256, 64
+
+
+class Planted(NamedTuple):
+    """A fault: what it does to the weight, to x and to dy. `size` is how far it goes."""
+
+    weight: object = None
+    x: object = None
+    dy: object = None
+
+
+def tiny(tensor, size):
+    """Most values so much smaller than the rest of their blocks that codes beside these cannot hold them."""
+    scales = torch.full((tensor.shape[1],), 2.0**-size)
+    scales[::48] = 1.0
+    return tensor * scales
+
+
+def outlier(tensor, size):
+    """A channel in each 128 that is far above the others."""
+    scales = torch.ones(tensor.shape[1])
+    scales[::128] = 2.0**size
+    return tensor * scales
+
+
+def dead(tensor, size):
+    """Rows that hardly differ from zero, between a few that do."""
+    scales = torch.full((tensor.shape[0], 1), 2.0 ** (-2 * size))
+    scales[::64] = 1.0
+    return outlier(tensor, size) * scales
+
+
+def exploding(tensor, size):
+    """A gradient that is large for a channel in each 96, and as it was for the others."""
+    scales = torch.ones(tensor.shape[1])
+    scales[::96] = 2.0 ** (2 * size)
+    return tensor * scales
+
+
+FAULTS = {
+    "tiny scale": Planted(x=tiny),
+    "outlier channel": Planted(x=outlier),
+    "dead layer": Planted(weight=dead),
+    "exploding dy": Planted(dy=exploding),
+}
+SIZES = (16, 17, 18, 20)
+CASES = [(fault, recipe, size) for fault in FAULTS for recipe in RECIPES for size in SIZES]
+
+
+class Sick(nn.Module):
+    """Two layers, the second with a fault. Its gradient is of the size of `direction`."""
+
+    def __init__(self, fault, size):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fault, self.size = fault, size
+        if fault.weight is not None:
+            self.second.weight.data.copy_(fault.weight(self.second.weight.data, size))
+
+    def forward(self, x, direction):
+        x = self.first(x)
+        x = x if self.fault.x is None else self.fault.x(x, self.size)
+        direction = direction if self.fault.dy is None else self.fault.dy(direction, self.size)
+        return (self.second(x) * direction).sum()
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2))
+
+
+def inspected(model, *seeds):
+    with octavo.inspect(model) as report:
+        for seed in seeds:
+            model.zero_grad()
+            model(*batch(seed)).backward()
+            octavo.step(model)
+    return report
+
+
+def outcome(name, recipe, size):
+    """Return the finding's number before and after the advice is followed, on batches that it was not tried on; None
+    if there is no finding, and a recipe of None if no recipe helped."""
+    torch.manual_seed(size)
+    model = Sick(FAULTS[name], size)
+    octavo.convert(model, recipe)
+    report = inspected(model, 0, 1)
+    advice = [one for one in report.try_recipes([batch(0)]) if one.layer == "second"]
+    if not advice:
+        return None
+    (one,) = advice
+    assert one.recipe != recipe and one.recipe != "bf16" and one.in_use == recipe
+    if one.recipe is None:
+        return one, 0.0, 0.0
+    before = number(inspected(model, 2, 3), one)
+    octavo.convert(model, report.policy(), overwrite=True)
+    assert str(model.second.recipe) == str(octavo.recipe(one.recipe))
+    return one, before, number(inspected(model, 2, 3), one)
+
+
+def number(report, one):
+    return next(getattr(row, one.number) for row in report.rows() if (row.layer, row.tensor) == ("second", one.tensor))
+
+
+def improves(found):
+    one, before, after = found
+    return one.recipe is not None and (after < before if one.number in LESS else after > before)
+
+
+@pytest.mark.parametrize(("fault", "recipe"), [("outlier channel", "fp8-current"), ("exploding dy", "nvfp4")])
+def test_advice_improves_what_it_measured(fault, recipe):
+    found = outcome(fault, recipe, SIZES[1])
+    assert found is not None and improves(found), found
+
+
+@pytest.mark.slow
+def test_advice_improves_planted_faults_in_every_recipe():
+    found = {case: outcome(*case) for case in CASES}
+    judged = {case: one for case, one in found.items() if one is not None}
+    good = [case for case, one in judged.items() if improves(one)]
+    bad = {case: str(one[0]) for case, one in judged.items() if case not in good}
+    print(f"{len(good)} of {len(judged)} improved, of {len(CASES)} planted; not improved: {bad}")
+    assert len(judged) >= 60 and len(good) >= 0.9 * len(judged), bad
