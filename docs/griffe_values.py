@@ -2,10 +2,12 @@
 
 A class under `@values.register(name)` is a frozen dataclass, and so is a NamedTuple: its fields are the parameters of
 its constructor. The section `Example:` of a docstring is what griffe calls `Examples:`. `octavo.recipe` is a function
-of the package `octavo.recipes`, where griffe finds only the file of that name. Docstrings of commands are the texts of
-`--help`, laid out for a terminal.
+of the package `octavo.recipes`, where griffe finds only the file of that name. Names that a package resolves when they
+are asked for, by its `__getattr__`, are aliases. Docstrings of commands are the texts of `--help`, laid out for a
+terminal.
 """
 
+import ast
 import re
 import textwrap
 
@@ -25,6 +27,9 @@ class Extension(griffe.Extension):
 
     def on_package(self, *, pkg, **_):
         pkg.set_member("recipe", self.recipe)
+        _alias(pkg["quant"], "DelayedState", "octavo.scaling.delayed_state")
+        for name, file in ast.literal_eval(str(pkg["ops._FROM_FUSION"].value)).items():
+            _alias(pkg["ops"], name, f"octavo.fusion.{file}")
         for cls in _classes(pkg):
             parameters = _parameters(cls)
             if parameters is not None and "__init__" not in cls.members:
@@ -32,6 +37,10 @@ class Extension(griffe.Extension):
                 init = griffe.Function("__init__", parameters=griffe.Parameters(own, *parameters))
                 init.lineno, init.endlineno = cls.lineno, cls.endlineno
                 cls.set_member("__init__", init)
+
+
+def _alias(package, name, module):
+    package.set_member(name, griffe.Alias(name, f"{module}.{name}", parent=package))
 
 
 def _help(part):

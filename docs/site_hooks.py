@@ -1,6 +1,7 @@
 """Hooks of mkdocs: pages may include and link to files of the repository that are not below docs/.
 
     --8<-- "CHANGELOG.md"               a line of its own: that file's text, as part of the page
+    --8<-- "recipes"                    a line of its own: the reference of every recipe's class
     [raw](../benchmarks/results/x.json) the site gets a copy of that file
 
 Links that resolve in a checkout therefore resolve in the site as well. A link to a file that does not exist is left as
@@ -47,10 +48,18 @@ def _included(markdown):
     """Returns the text with included files in it; their links are relative to the root, so they lose `docs/`."""
 
     def text(include):
+        if include[1] == "recipes":
+            return "\n".join(f"::: octavo.recipes.{name}\n    options:\n      members: false\n" for name in _recipes())
         found = (ROOT / include[1]).read_text()
         return LINK.sub(lambda link: posixpath.relpath(link[1], "docs"), found)
 
     return INCLUDE.sub(text, markdown)
+
+
+def _recipes():
+    """Returns the classes of recipes, read from their files, so that a new one needs no line on a page."""
+    files = sorted((ROOT / "octavo" / "recipes").glob("*.py"))
+    return [name for file in files for name in re.findall(r'^@register\(".+"\)\nclass (\w+)', file.read_text(), re.M)]
 
 
 def _outside(target, page):
