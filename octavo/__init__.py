@@ -2,8 +2,10 @@
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
-    Models      convert, revert, attach, step, refresh_weights, quantize_weights; `octavo.optim` writes codes
-    Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict
+    Models      convert, from_config, revert, attach, step, refresh_weights; `octavo.optim`
+    Codes       quantize_weights, weight_from_codes: weights without values
+    Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict; load_te_checkpoint
+    Published   load_fp8, save_fp8, fp8_state_dict: codes as servers read them
     Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`, `with quantized_init(...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
@@ -21,12 +23,16 @@ from octavo import backend, errors, formats, moe, ops, optim, quant, recipes
 from octavo._torch.fast_paths import warn_if_untried
 from octavo._torch.tracing import buffer
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from octavo.checkpoints.published.loading import load_fp8
+from octavo.checkpoints.published.saving import fp8_state_dict, save_fp8
+from octavo.checkpoints.te_checkpoint import load_te_checkpoint
 from octavo.fusion.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fusion.sequential import Sequential
 from octavo.inspection.compare import compare
 from octavo.inspection.explain import explain
 from octavo.inspection.inspect import inspect
 from octavo.model.attach import attach
+from octavo.model.config_file import from_config
 from octavo.model.convert import convert, revert
 from octavo.model.policy import Policy
 from octavo.model.refresh import quantize_weights, refresh_weights
@@ -40,6 +46,7 @@ from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
 from octavo.recipes.ambient import autocast, dry_run, microbatch, quantized_init
 from octavo.runtime.graph_nodes import sac_save_ops
+from octavo.weights.quantized_parameters import weight_from_codes
 
 __all__ = [
     "GroupedLinear",
@@ -62,10 +69,14 @@ __all__ = [
     "errors",
     "explain",
     "formats",
+    "fp8_state_dict",
+    "from_config",
     "grouped_linear",
     "inspect",
     "load_checkpoint",
+    "load_fp8",
     "load_state_dict",
+    "load_te_checkpoint",
     "microbatch",
     "moe",
     "ops",
@@ -79,8 +90,10 @@ __all__ = [
     "revert",
     "sac_save_ops",
     "save_checkpoint",
+    "save_fp8",
     "state_dict",
     "step",
+    "weight_from_codes",
 ]
 
 

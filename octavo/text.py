@@ -2,7 +2,9 @@
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import prod
 
 SHOWN = 5  # the most names that a text lists
 
@@ -33,17 +35,40 @@ def path_pattern(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def path_names(paths: Iterable[str]) -> str:
-    """Lists paths; those that differ only in their numbers become one, with stars where they differ."""
+def path_names(paths: Iterable[str], among: Iterable[str] | None = None) -> str:
+    """Lists paths; those that differ only in their numbers become one, with stars where they differ. If `among` has
+    further paths of that kind, the numbers are named: layers.{0,4-7}.mlp."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
         kinds.setdefault(path_pattern(path), []).append(one_line(path) or "(model)")
-    return some([_with_stars(alike) for alike in kinds.values()], SHOWN)
+    all_of = Counter(path_pattern(path) for path in among or ())
+    names = (
+        _with_numbers(alike) if len(alike) < all_of[kind] else [_with_stars(alike)] for kind, alike in kinds.items()
+    )
+    return some([name for listed in names for name in listed], SHOWN)
 
 
 def _with_stars(paths: Sequence[str]) -> str:
     parts = zip(*[path.split(".") for path in paths], strict=True)
     return ".".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
+
+
+def _with_numbers(paths: Sequence[str]) -> list[str]:
+    """Writes paths as one with sets of numbers; as they are if the sets would name other paths too."""
+    parts = [list(dict.fromkeys(same)) for same in zip(*[path.split(".") for path in paths], strict=True)]
+    if len(set(paths)) != prod(len(part) for part in parts):
+        return list(paths)
+    return [".".join(part[0] if len(part) == 1 else "{" + _ranges(part) + "}" for part in parts)]
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    found: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in found)
 
 
 def some(names: Sequence[str], most: int) -> str:

@@ -216,12 +216,12 @@ def parse(text: str) -> Any:
         right = _with_quotes(text)
         if right is None:
             raise
-        raise UnsupportedConfig(f"{error} Text takes quotes: write {shown(right)!r}.") from None
+        raise UnsupportedConfig(f"{error} Text takes quotes: write {excerpt(right)!r}.") from None
 
 
 def _parse(text: str) -> Any:
     _check_depth(text)
-    whole = shown(text)
+    whole = excerpt(text)
     value, at = _parse_value(text, _skip(text, 0), whole)
     at = _skip(text, at)
     if at < len(text):
@@ -247,7 +247,7 @@ def _with_quotes(text: str) -> str | None:
     return None
 
 
-def shown(text: str) -> str:
+def excerpt(text: str) -> str:
     """Returns the text as an error quotes it: only the beginning of a long one."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -302,6 +302,12 @@ def _format_item(item: object, where: str, depth: int = 2) -> str:
     )
 
 
+def written(item: object, where: str) -> str:
+    """Return a value of a setting as canonical strings have it, which `parse` reads back; `where` names it in errors.
+    Raises UnsupportedConfig if a setting cannot hold it."""
+    return _format_item(item, where)
+
+
 def _check_digits(number: int, where: str) -> None:
     """Raises for an int that is too long to print; Python itself raises beyond some thousand digits."""
     if not -(10 ** (DIGITS - 1)) < number < 10**DIGITS:
@@ -318,7 +324,7 @@ def _check_depth(text: str) -> None:
     for bracket in _BRACKET.finditer(text):
         depth += {"(": 1, ")": -1}.get(bracket.group(), 0)
         if depth > DEEPEST:
-            raise UnsupportedConfig(f"{shown(text)!r} nests {_DEPTH_RULE}")
+            raise UnsupportedConfig(f"{excerpt(text)!r} nests {_DEPTH_RULE}")
 
 
 def _skip(text: str, at: int) -> int:
@@ -329,7 +335,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _rest(text: str, at: int) -> str:
-    return repr(shown(text[at : at + _SHOWN + 1]))
+    return repr(excerpt(text[at : at + _SHOWN + 1]))
 
 
 def _parse_value(text: str, at: int, whole: str) -> tuple[Any, int]:
@@ -357,7 +363,7 @@ def _parse_literal(literal: str, whole: str) -> Any:
     try:
         return ast.literal_eval(literal)
     except (SyntaxError, ValueError):
-        raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(literal)} is no number or string.") from None
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {excerpt(literal)} is no number or string.") from None
 
 
 def _parse_tuple(text: str, at: int, whole: str) -> tuple[tuple[Any, ...], int]:
@@ -385,7 +391,7 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
         meant = format_named(word)
         hint = "" if meant is None else f" Did you mean {meant}?"
         raise UnsupportedConfig(
-            f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}.{hint}"
+            f"Cannot read {whole!r}: no value is registered as {excerpt(word)!r}. Registered: {known}.{hint}"
         )
     settings: dict[str, Any] = {}
     if text.startswith("(", at):
@@ -395,7 +401,7 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
             if field is None:
                 raise UnsupportedConfig(f"Cannot read {whole!r}: expected field=value at {_rest(text, at)}.")
             if field.group(1) in settings:
-                raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(field.group(1))!r} is given twice.")
+                raise UnsupportedConfig(f"Cannot read {whole!r}: {excerpt(field.group(1))!r} is given twice.")
             settings[field.group(1)], at = _parse_value(text, field.end(), whole)
             at = _after_item(text, at, whole)
         at += 1
@@ -405,10 +411,10 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
         raise
     except TypeError as error:  # a required field is missing, or one has a type that cannot be compared
         allowed = ", ".join(f.name for f in _fields(cls)) or "none"
-        raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(str(error))}. Fields of {word}: {allowed}.") from None
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {excerpt(str(error))}. Fields of {word}: {allowed}.") from None
 
 
 def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
     name, known = cls.registered_name, [f.name for f in _fields(cls)]
     near, fields_known = nearest(setting, known), ", ".join(known) or "none"
-    raise UnknownSetting(f"{name} has no setting {shown(setting)!r}.{near} Fields of {name}: {fields_known}.")
+    raise UnknownSetting(f"{name} has no setting {excerpt(setting)!r}.{near} Fields of {name}: {fields_known}.")

@@ -154,7 +154,7 @@ class Run:
         self.started += 1
 
     def __call__(self) -> None:
-        told = self.began
+        reported = self.began
         for _ in range(self.options.workers):
             self.start()
         try:
@@ -163,8 +163,8 @@ class Run:
                 for worker in list(self.workers):
                     if worker.connection in ready or worker.process.poll() is not None:
                         self.hear(worker)
-                if time.time() > told + 20:
-                    told = time.time()
+                if time.time() > reported + 20:
+                    reported = time.time()
                     outcomes = Counter(record["outcome"] for record in self.records.values())
                     self.say(f"{len(self.records)} of {self.chosen}: {dict(outcomes)}")
                 if time.time() > self.deadline + GRACE:

@@ -121,7 +121,7 @@ FAULTS = (
         "octavo/weights/wgrad_queue.py",
         "for place, entry in enumerate(self._entries):",
         "for place, entry in reversed(list(enumerate(self._entries))):",
-        "tests/weights/test_delayed_wgrad.py::test_the_oldest_microbatch_comes_first_and_gradients_accumulate",
+        "tests/weights/test_backward_dw.py::test_the_oldest_microbatch_comes_first_and_gradients_accumulate",
     ),
     # -- GEMMs and groups
     Fault(
@@ -230,14 +230,14 @@ FAULTS = (
     Fault(
         "ranks do not gather the rows of the others",
         "octavo/communication/collectives.py",
-        'return _sent("all-gather", all_gather_into_tensor, where, group, x.contiguous(), size)',
+        'return sent("all-gather", all_gather_into_tensor, where, group, x.contiguous(), size)',
         "return torch.cat([x] * size)",
         "tests/distributed/test_local_ranks.py::test_each_rank_gathers_the_rows_of_all_ranks",
     ),
     Fault(
         "each rank scales by its own amax",
         "octavo/communication/collectives.py",
-        'return _sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")',
+        'return sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")',
         "return amaxes",
         "tests/distributed/test_parallel_linear.py::test_an_outlier_on_the_last_rank_scales_all_ranks",
     ),

@@ -18,6 +18,7 @@ from tests.support.state_tensors import state_tensors
 ROOT = Path(octavo.__file__).parent
 SETS_A_DEFAULT = {  # around a call of other people's code, which may make tensors
     "model/third_party/expert_activation.py",
+    "model/third_party/linear_trial.py",
     "checkpoints/tensor_file.py",
 }
 FACTORIES = _device_constructors()  # the functions of torch that follow torch.set_default_device

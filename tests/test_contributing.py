@@ -170,7 +170,16 @@ def test_the_checks_of_the_page_print_what_the_page_shows(section, results):
 def test_the_doctor_lists_the_recipe(results):
     output = results["recipe"][-1][0]
     assert re.search(r"^fp8-token( +(native|emulated|reference)){5}$", output, re.MULTILINE)
-    assert "All 8 recipes run here" in output
+    assert f"All {len(octavo.recipes.SHIPPED) + 1} recipes run here" in output
+
+
+def test_a_recipe_is_two_files_of_the_package_and_a_kernel_four_with_its_test():
+    files = {
+        name: {block.path for block in BLOCKS if block.section == title and block.path}
+        for name, title in TITLES.items()
+    }
+    assert len(files["recipe"]) == 2
+    assert len([path for path in files["kernel"] if "column_scale/" in path or path.startswith("tests/")]) == 4
 
 
 def test_the_test_of_the_kernel_runs(results):

@@ -8,6 +8,7 @@ from torch import nn
 
 import octavo
 from octavo import values
+from octavo.recipes.ambient import process
 from tests.support.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
 from tests.support.state_tensors import named_state
 
@@ -40,6 +41,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = [each for each in values.names(octavo.recipes.Recipe) if each in octavo.recipes.SHIPPED]
     monkeypatch.setattr(octavo.recipes, "_names", lambda: ", ".join(shipped))  # other tests register recipes
+    monkeypatch.setattr(process, "has_traced", False)  # a page is read alone
     assert run(page, folder=tmp_path)
 
 
@@ -144,14 +146,15 @@ def figures(value):
         yield value
 
 
-def test_the_times_of_the_benchmarks_are_on_file():
+@pytest.mark.parametrize(("page", "least"), [("benchmarks.md", 100), ("benchmarks-log.md", 40)])
+def test_the_times_of_the_benchmarks_are_on_file(page, least):
     """Times have three digits after the point."""
-    page = DOCS / "benchmarks.md"
+    page = DOCS / page
     files = {link: ROOT / "docs" / link for link in links(page.read_text()) if link.endswith(".json")}
     assert {file.resolve() for file in files.values()} <= set((ROOT / "benchmarks" / "results").glob("*.json"))
     known = {f"{figure:.3f}" for file in files.values() for figure in figures(json.loads(file.read_text()))}
     shown = set(re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", prose(page.read_text())))
-    assert len(shown) > 100
+    assert len(shown) > least
     assert shown - known == set()
 
 
@@ -210,6 +213,20 @@ def test_the_api_reference_has_every_public_name():
         r"^::: (\S+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE
     )
     assert len(shown) == len(set(shown))
+    assert '\n--8<-- "recipes"\n' in (DOCS / "api" / "recipes.md").read_text()  # docs/site_hooks.py lists the classes
+    shown += [f"octavo.recipes.{type(octavo.recipe(each)).__name__}" for each in octavo.recipes.SHIPPED]
     objects = {id(value) for path, value in public() if path in shown}
     missing = [path for path, value in public() if path not in shown and id(value) not in objects]
     assert missing == []
+
+
+def test_the_scripts_of_the_page_about_moving_are_what_their_edits_give():
+    """Each edit is followed by the script that it leads to."""
+    shown = blocks((DOCS / "migrating.md").read_text())
+    edits = [i for i, block in enumerate(shown) if block.language == "diff"]
+    assert len(edits) == 2
+    for i in edits:
+        lines = shown[i].text.splitlines()
+        after = [line[1:] for line in lines if not line.startswith("-")]
+        assert "\n".join(after).strip() == shown[i + 1].text.strip()
+        compile("\n".join(line[1:] for line in lines if not line.startswith("+")), "before", "exec")

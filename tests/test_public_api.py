@@ -224,12 +224,12 @@ def complaints(name):
     if not doc or doc.startswith(f"{name.thing.__name__}("):  # a dataclass without one has its signature
         return ["It has no docstring."]
     found, wrong = sections(doc), []
-    asked, told = parameters(name.thing), entries(found.get("Args", ""))
+    asked, documented = parameters(name.thing), entries(found.get("Args", ""))
     if is_value(name.thing):
-        told += entries(found.get("Attributes", ""))
+        documented += entries(found.get("Attributes", ""))
     of_parents = [each for parent in parents_of(name.thing) for each in entries(sections(parent).get("Args", ""))]
-    wrong += [f"Args lacks {each}." for each in asked if each not in (*told, *of_parents)]
-    wrong += [f"Args has {each}, which the signature has not." for each in told if each not in asked]
+    wrong += [f"Args lacks {each}." for each in asked if each not in (*documented, *of_parents)]
+    wrong += [f"Args has {each}, which the signature has not." for each in documented if each not in asked]
     result = None if inspect.isclass(name.thing) else name.thing.__annotations__.get("return")
     if result not in (None, "None") and not {"Returns", "Yields"} & set(found):
         wrong.append(f"It returns {result}, and has no Returns.")

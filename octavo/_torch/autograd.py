@@ -13,6 +13,26 @@ preserve_version_counter = _unsafe_preserve_version_counter
 current_graph_task = torch._C._current_graph_task_id
 # the innermost pair of saved_tensors_hooks, or None; with True also while a compiler traces
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# whether the backward that runs in this thread keeps its graph, so that another one may follow (retain_graph=True)
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+# whether the backward that runs in this thread goes on to a node. It raises a RuntimeError for a leaf whose gradient
+# `torch.autograd.grad` returns, and outside of an engine's backward
+will_execute = torch._C._will_engine_execute_node
+
+
+def release_saved_tensors(ctx: Any) -> None:
+    """Drop what a node has saved, unless its graph is kept for another backward. Autograd does so itself, but only when
+    the node's backward is done. A stand-in for a node, as tracers pass one, keeps its own."""
+    if isinstance(ctx, torch._C._FunctionBase) and hasattr(ctx, "maybe_clear_saved_tensors"):
+        ctx.maybe_clear_saved_tensors()
+
+
+def wants_gradient_of(node: Any) -> bool:
+    """Whether the backward that runs in this thread takes the gradient that goes to this node."""
+    try:
+        return bool(will_execute(node))
+    except RuntimeError:
+        return True
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

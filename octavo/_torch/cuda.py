@@ -4,6 +4,8 @@ torch.cuda's own functions check that CUDA is initialised and make objects, at e
 have none of the private names, and no caller gets to them there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,3 +20,19 @@ assert_async: Any = torch._assert_async
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: its work cannot wait for an answer of the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def recorded_memory() -> Iterator[None]:
+    """A block whose allocations torch records, with the lines that made them. No public function does."""
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def memory_events() -> list[dict[str, Any]]:
+    """Return what the allocator of the current device did in `recorded_memory`, in order."""
+    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    return found

@@ -86,13 +86,13 @@ class FastPath:
                 return
             self._is_deciding = True
             try:
-                self._reason = self._found_bad() or self._checked()
+                self._reason = self._why_bad() or self._checked()
             finally:
                 self._is_deciding = False
             if self._reason:
                 log.warning(self.sentence())
 
-    def _found_bad(self) -> str:
+    def _why_bad(self) -> str:
         version = self._version()
         bad = [why for start, why in self._known_bad.items() if f"{version}.".startswith(f"{start}.")]
         return f"{bad[0]} (version {version})" if bad else ""

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _world
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor  # a result on its way: kernels wait for it
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor
 all_reduce = torch.ops._c10d_functional.all_reduce
+all_to_all_single = torch.ops._c10d_functional.all_to_all_single
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor
 resolve_process_group = _resolve_process_group  # the group that is registered under a name now; RuntimeError for none
 wait_tensor = torch.ops._c10d_functional.wait_tensor

@@ -5,6 +5,7 @@ Inductor has no public way around it, so a graph of one node proves it first.
 """
 
 import operator as python_operators
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -56,11 +57,12 @@ def call_directly(operator: Any, factory: str, makes_intermediates: Callable[...
                 wrapper.add_import_once(f"import {factory.rpartition('.')[0]}")
                 wrapper.add_import_once(f"{name} = {factory}({given}fixed={_is_fixed(args[0])})")
                 self.python_kernel_name = name
+                self.last_used = _last_used(self, V.graph)
             super().codegen(wrapper)
 
         def codegen_args(self) -> Any:
             said = super().codegen_args()
-            return said if V.graph.cpp_wrapper else said[:1]
+            return said if V.graph.cpp_wrapper else [_handed_over(said[0], self.last_used)]
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         return _pytree.tree_map(_boxed, Call.create(operator, *args, **kwargs))
@@ -72,6 +74,23 @@ def call_directly(operator: Any, factory: str, makes_intermediates: Callable[...
     lowering.make_fallback(operator, layout_constraint=constraint, warn=False)  # type: ignore[no-untyped-call]
     lower._is_fallback_handler = True  # type: ignore[attr-defined]
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)  # type: ignore[no-untyped-call]
+
+
+def _last_used(node: Any, graph: Any) -> set[str]:
+    """Return the inputs of the graph that no node after this one uses, as far as Inductor tells."""
+    current = getattr(graph.scheduler, "current_node", None)
+    if getattr(current, "node", None) is not node:
+        return set()
+    return set(getattr(current, "last_usage", ())) & set(graph.graph_inputs)
+
+
+def _handed_over(said: str, last_used: set[str]) -> str:
+    """Write the list of tensors so that nothing else refers to those that are used for the last time: the function may
+    then free them."""
+    for name in last_used:
+        if len(re.findall(rf"\b{name}\b", said)) == 1:
+            said = re.sub(rf"\b{name}\b", f"({name}, {name} := None)[0]", said)
+    return said
 
 
 def _is_fixed(nodes: Any) -> bool:

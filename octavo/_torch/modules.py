@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from octavo._torch.imports import when_imported
 from octavo._torch.tracing import while_tracing
 
+_stages: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of the pipelines' stages that inferred shapes
 Block = Callable[[], AbstractContextManager[Any]]
 
 Convolution = nn.modules.conv._ConvNd  # the base of every convolution, which conversion reports by this one name
@@ -72,10 +74,38 @@ def mark_shape_inference(block: Block) -> None:
     when_imported("torch.distributed.pipelining.stage", mark)
 
 
+def note_full_sharding(note: Callable[[nn.Module], None]) -> None:
+    """Call `note` with each module of which FSDP2 shards a parameter."""
+
+    def change(parameters: ModuleType) -> None:
+        make = parameters.FSDPParam.__init__
+
+        @functools.wraps(make)
+        def made(own: Any, param: Any, module_info: Any, *arguments: Any, **keywords: Any) -> None:
+            make(own, param, module_info, *arguments, **keywords)
+            for sharded in (module_info.module, *module_info.shared_modules):
+                note(sharded)
+
+        parameters.FSDPParam.__init__ = made
+
+    when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", change)
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Whether a stage of torch 2.13 or newer has inferred the shapes of this module."""
+    return module in _stages
+
+
 def _inside(block: Block, infer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(infer)
     def inferred(*arguments: Any, **keywords: Any) -> Any:
         with block():
+            _stages.add(uncompiled(arguments[0].submod))
             return infer(*arguments, **keywords)
 
     return inferred
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set

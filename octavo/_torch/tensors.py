@@ -118,3 +118,8 @@ def is_sharded(tensor: Any) -> bool:
 
 def is_dtensor(kind: type) -> bool:
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+
+
+def local_part(tensor: Any) -> Any:
+    """This rank's part of a DTensor, as it is stored: `to_local` would make a view; any other tensor itself."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor

@@ -43,7 +43,7 @@ def is_watched() -> bool:
     return dispatch_depth() > 0
 
 
-def saved_elsewhere() -> bool:
+def moves_saved_tensors() -> bool:
     """Whether hooks keep saved tensors somewhere else, and hand out copies of them. A checkpoint's hook does not: it
     runs forward again."""
     hooks = saved_tensors_hooks(True)

@@ -1,7 +1,7 @@
 """`octavo.save_checkpoint` and `octavo.load_checkpoint`: everything that a resumed run needs, in one folder.
 
     model.safetensors       model.state_dict(), by plain names: a stock model loads it
-    recipe.safetensors      octavo.state_dict(model)
+    recipe.safetensors      octavo.state_dict(model), with the codes of weights that are codes
     optimizer.safetensors   optimizer.state_dict(), if there is an optimizer
     run.safetensors         the state of random numbers, and what the caller adds
     checkpoint.json         the step, the recipe of each layer, the size and SHA-256 of each file, and its own SHA-256;
@@ -64,7 +64,8 @@ def save_checkpoint(
 
     The checkpoint is a folder `step-000123` in `folder`. It gets that name when all its files are on the disk: a save
     that fails, or is interrupted, leaves the run's checkpoints as they were. `model.safetensors` in it has the names of
-    `model.state_dict()`, without those of wrappers, and loads into a stock model. Nothing is pickled.
+    `model.state_dict()`, without those of wrappers, and loads into a stock model. Weights that are codes are there as
+    values, and in `recipe.safetensors` as codes and scales. Nothing is pickled.
 
     Args:
         folder: the folder of the run, which is made if it does not exist.

@@ -23,7 +23,7 @@ import torch
 from octavo.checkpoints.tensor_file import Digest, damaged, opened, parse_json
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, warn_caller
 from octavo.text import plural
-from octavo.values import shown
+from octavo.values import excerpt
 from octavo.version import __version__
 
 try:
@@ -71,12 +71,21 @@ def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tu
         )
     if run.exists() and not run.is_dir():
         raise UnsupportedConfig(f"A checkpoint is saved into a folder, and {run} is a file. Name another folder.")
-    run.mkdir(parents=True, exist_ok=True)
-    partial, lock = _new_partial(run)
-    try:
+    with new_folder(target) as partial:
         files: dict[str, Digest] = {}
         yield partial, files
         _write_manifest(partial / MANIFEST, Manifest(step, recipes, files))
+    _remove_dead(run)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write files to. At the end of the block it becomes `target`, at once. If the block raises, it
+    is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, lock = _new_partial(target.parent)
+    try:
+        yield partial
         _sync(partial)
         os.rename(partial, target)
     except BaseException:
@@ -84,8 +93,7 @@ def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tu
         raise
     finally:
         _unlock(lock)
-    _sync(run)
-    _remove_dead(run)
+    _sync(target.parent)
 
 
 def _new_partial(run: Path) -> tuple[Path, int | None]:
@@ -173,12 +181,12 @@ def find(path: Path) -> Path:
     """Return a checkpoint: `path` itself, or the newest complete one in it. Raise InvalidCheckpoint if there is
     none."""
     try:
-        return _found(path)
+        return _complete_folder(path)
     except OSError as error:
-        raise InvalidCheckpoint(f"{shown(str(path))} could not be read: {error.strerror}. {PASS}") from None
+        raise InvalidCheckpoint(f"{excerpt(str(path))} could not be read: {error.strerror}. {PASS}") from None
 
 
-def _found(path: Path) -> Path:
+def _complete_folder(path: Path) -> Path:
     if not path.is_dir():
         what = f"{path} is a file, and a checkpoint is a folder." if path.exists() else f"There is no folder {path}."
         raise InvalidCheckpoint(f"{what} {PASS}")
@@ -242,7 +250,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _manifest(file: Path, content: Any) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT or type(content.get("version")) is not int:
-        raise damaged(file, f"it is {shown(repr(content))}")
+        raise damaged(file, f"it is {excerpt(repr(content))}")
     if content["version"] != VERSION:
         raise InvalidCheckpoint(
             f"{file} has version {content['version']} of the format, and this Octavo ({__version__}) reads {VERSION}. "
@@ -255,9 +263,9 @@ def _manifest(file: Path, content: Any) -> Manifest:
         or not is_step(content["step"])
         or any(type(recipe) is not str for recipe in content["recipes"].values())
     ):
-        raise damaged(file, f"it is {shown(repr(content))}")
+        raise damaged(file, f"it is {excerpt(repr(content))}")
     if digests and digests != [_sha256(content)]:
-        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(digests[0]))}")
+        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {excerpt(repr(digests[0]))}")
     files = {name: _digest(file, name, digest) for name, digest in content["files"].items()}
     return Manifest(content["step"], content["recipes"], files)
 
@@ -268,4 +276,4 @@ def _digest(file: Path, name: str, digest: Any) -> Digest:
             type(size) is int and not rest and FILE.fullmatch(name)
         ):
             return Digest(size, sha256)
-    raise damaged(file, f"it lists the file {shown(repr(name))} as {shown(repr(digest))}")
+    raise damaged(file, f"it lists the file {excerpt(repr(name))} as {excerpt(repr(digest))}")

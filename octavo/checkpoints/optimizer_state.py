@@ -13,7 +13,7 @@ from octavo.checkpoints.tensor_file import damaged
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.attach import nested
 from octavo.text import some
-from octavo.values import shown
+from octavo.values import excerpt
 
 OTHER_SHAPES = ("Adafactor", "LBFGS")  # optimizers of torch whose state has other shapes than its parameters
 
@@ -51,10 +51,10 @@ def loader(path: Path, saved: dict[str, Any], optimizer: Any, model: nn.Module) 
     """Return a function that loads a saved state. Raise if the state is not one of this optimizer's."""
     optimizer = inner(optimizer)
     if set(saved) != {"class", "parameters", "state"}:
-        raise damaged(path, f"an optimizer has class, parameters and state, and here are {shown(repr(list(saved)))}")
+        raise damaged(path, f"an optimizer has class, parameters and state, and here are {excerpt(repr(list(saved)))}")
     if saved["class"] != type(optimizer).__name__:
         raise UnsupportedConfig(
-            f"The checkpoint has the state of {shown(str(saved['class']))}, and the optimizer is "
+            f"The checkpoint has the state of {excerpt(str(saved['class']))}, and the optimizer is "
             f"{type(optimizer).__name__}. Build the optimizer that the run was saved with, or load without one."
         )
     _check_parameters(saved["parameters"], _parameters(optimizer, model))
@@ -80,7 +80,7 @@ def _check_parameters(saved: Any, own: list[list[list[Any]]]) -> None:
 
 
 def _text(parameter: Any) -> str:
-    return shown(" ".join(map(repr, parameter)) if isinstance(parameter, list) else repr(parameter))
+    return excerpt(" ".join(map(repr, parameter)) if isinstance(parameter, list) else repr(parameter))
 
 
 def _check_state(path: Path, state: Any, optimizer: Any) -> None:
@@ -95,15 +95,15 @@ def _check_state(path: Path, state: Any, optimizer: Any) -> None:
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         numbers = group.get("params") if isinstance(group, dict) else None
         if not isinstance(numbers, list) or len(numbers) != len(own["params"]):
-            raise damaged(path, f"a parameter group is {shown(repr(group))}")
+            raise damaged(path, f"a parameter group is {excerpt(repr(group))}")
         if not all(type(number) is int for number in numbers):
-            raise damaged(path, f"a parameter group has the numbers {shown(repr(numbers))}")
+            raise damaged(path, f"a parameter group has the numbers {excerpt(repr(numbers))}")
         indices |= dict(zip(numbers, own["params"], strict=True))
     if len(indices) != sum(sizes):
         raise damaged(path, "two parameters of its groups have one number")
     for number, value in values.items():
         if number not in indices or not isinstance(value, dict):
-            raise damaged(path, f"it has a state of parameter {shown(repr(number))}, and there are {len(indices)}")
+            raise damaged(path, f"it has a state of parameter {excerpt(repr(number))}, and there are {len(indices)}")
         _check_tensors(path, value, indices[number], optimizer)
 
 
@@ -118,6 +118,6 @@ def _check_tensors(path: Path, value: dict[str, Any], parameter: Tensor, optimiz
         if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
             raise damaged(
                 path,
-                f"{shown(repr(name))} of a parameter {parameter.dtype} {tuple(parameter.shape)} is {tensor.dtype} "
+                f"{excerpt(repr(name))} of a parameter {parameter.dtype} {tuple(parameter.shape)} is {tensor.dtype} "
                 f"{tuple(tensor.shape)}",
             )

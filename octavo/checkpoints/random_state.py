@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.checkpoints.tensor_file import damaged
-from octavo.values import shown
+from octavo.values import excerpt
 
 
 def export() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def restorer(path: Path, state: Any) -> Callable[[], None]:
         if numpy is not None:
             numpy.RandomState().set_state(state["numpy"])
     except Exception as error:  # of whichever kind the generator raises
-        raise damaged(path, f"a generator of random numbers refuses its state ({shown(str(error))})") from None
+        raise damaged(path, f"a generator of random numbers refuses its state ({excerpt(str(error))})") from None
 
     def restore() -> None:
         torch.set_rng_state(state["torch"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.checkpoints.tensor_file import TensorFile, damaged, parse_json, utf8
 from octavo.errors import UnsupportedDtype
-from octavo.values import shown
+from octavo.values import excerpt
 
 STRUCTURE = "structure"  # the name of the text in a file's metadata
 DEEPEST = 32
@@ -48,7 +48,7 @@ def _tree(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
         for key in value:
             if type(key) not in (str, int):
                 raise UnsupportedDtype(
-                    f"A checkpoint holds dicts from texts or ints, and {_at(path)} has the key {shown(repr(key))}."
+                    f"A checkpoint holds dicts from texts or ints, and {_at(path)} has the key {excerpt(repr(key))}."
                 )
         return {"dict": [[key, _tree(item, (*path, str(key)), tensors)] for key, item in value.items()]}
     raise UnsupportedDtype(
@@ -58,7 +58,7 @@ def _tree(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
 
 
 def _at(path: tuple[str, ...]) -> str:
-    return shown(".".join(path)) or "it"
+    return excerpt(".".join(path)) or "it"
 
 
 def _placed(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
@@ -82,20 +82,20 @@ def decoded(path: Path, file: TensorFile) -> dict[str, Any]:
                 return dict(pairs)
             case [("tensor", str(name))] if name in file.tensors:
                 return file.tensors[name]
-        raise damaged(path, f"its structure has {shown(repr(tagged))}, which no checkpoint has")
+        raise damaged(path, f"its structure has {excerpt(repr(tagged))}, which no checkpoint has")
 
     if STRUCTURE not in file.metadata:
         raise damaged(path, f"its metadata has no {STRUCTURE!r}")
     value = parse_json(path, file.metadata[STRUCTURE], read_object)
     if not isinstance(value, dict):
-        raise damaged(path, f"its structure is {shown(repr(value))}, and no dict")
+        raise damaged(path, f"its structure is {excerpt(repr(value))}, and no dict")
     # the other rules (keys, depth, each tensor once) are those of `encoded`, which gives the same text for its values
     try:
         tensors, metadata = encoded(value)
     except UnsupportedDtype as error:
         raise damaged(path, f"its structure has what no checkpoint has ({error})") from None
     if unused := [name for name in file.tensors if name not in tensors]:
-        raise damaged(path, f"its structure does not have the tensor {shown(repr(unused[0]))}")
+        raise damaged(path, f"its structure does not have the tensor {excerpt(repr(unused[0]))}")
     if metadata[STRUCTURE] != file.metadata[STRUCTURE]:
         raise damaged(path, "its structure is not written as that of a checkpoint")
     return value

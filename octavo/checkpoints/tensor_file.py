@@ -31,7 +31,7 @@ from octavo.errors import (
     UnsupportedDtype,
     UnsupportedShape,
 )
-from octavo.values import shown
+from octavo.values import excerpt
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 MOST_DIMS = 32
@@ -55,6 +55,16 @@ class Digest(NamedTuple):
     sha256: str
 
 
+class Entry(NamedTuple):
+    """A tensor of a file: its dtype by the file's name for it, its shape, and its first byte and the one after it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
 class TensorFile(NamedTuple):
     """The content of a file: tensors on the CPU by name, and texts by name."""
 
@@ -70,6 +80,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     """Write a new file, and return after the disk has it. Raise, before it is written, for tensors without bytes."""
     for name, tensor in tensors.items():
         check_plain(name, tensor)
+    return write_made(path, tensors, tensors.__getitem__, metadata)
+
+
+def write_made(
+    path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
+) -> Digest:
+    """Do the same for tensors that `make` makes by their names, one at a time. Only dtypes and shapes of `tensors` are
+    read."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps each aligned
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -87,8 +105,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         )
     digest = hashlib.sha256()
     with open(path, "xb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in order)):
-            buffer: Any = bytes_of(part) if isinstance(part, Tensor) else part
+        for part in (len(text).to_bytes(8, "little"), text, *order):
+            buffer: Any = bytes_of(make(part)) if isinstance(part, str) else part
             digest.update(buffer)
             file.write(buffer)
         file.flush()
@@ -146,31 +164,74 @@ def bytes_of(tensor: Tensor) -> Any:
 
 def read(path: Path, expected: Digest | None = None) -> TensorFile:
     """Read a whole file. Raise InvalidCheckpoint unless it keeps all rules of the format, and has that digest."""
-    from safetensors import SafetensorError, safe_open  # here: `import octavo` does not need it
+    with _checked(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected is not None and size != expected.bytes:
+            raise damaged(path, f"the file was written with {expected.bytes} bytes, and has {size}")
+        with _content(path, file) as (content, header, _):
+            metadata, digest = content.metadata() or {}, hashlib.sha256(header)
+            tensors = {name: _hashed(path, name, content, digest) for name in content.offset_keys()}
+    if expected is not None and digest.hexdigest() != expected.sha256:
+        raise damaged(path, f"its SHA-256 is {digest.hexdigest()}, and it was written with {expected.sha256}")
+    return TensorFile(tensors, metadata, Digest(size, digest.hexdigest()))
 
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return where each tensor of a file lies. Raise InvalidCheckpoint unless it keeps all rules of the format."""
+    with _checked(path) as file, _content(path, file) as (_, start, header):
+        return {
+            name: Entry(path, entry["dtype"], tuple(entry["shape"]), *[len(start) + at for at in entry["data_offsets"]])
+            for name, entry in header.items()
+            if name != METADATA
+        }
+
+
+def read_entry(entry: Entry, buffer: Tensor | None = None) -> Tensor:
+    """Read one tensor of a file: into a buffer of bytes on the CPU, or into memory of its own. Memory that is allocated
+    and freed for each tensor, between others that stay, leaves gaps that no later tensor fits in."""
+    number = entry.end - entry.start
+    raw = torch.empty(number, dtype=torch.uint8, device="cpu") if buffer is None else buffer[:number]
+    if isinstance(raw, FakeTensor):
+        raise UnsupportedConfig(f"{entry.path} is read into memory, and a FakeTensorMode makes none. Leave that mode.")
+    with _checked(entry.path) as file:
+        file.seek(entry.start)
+        if raw.numel() and file.readinto(bytes_of(raw)) != raw.numel():
+            raise damaged(entry.path, "it became shorter while it was read")
+    return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+@contextmanager
+def _checked(path: Path) -> Iterator[BufferedReader]:
+    """Open a file, and raise InvalidCheckpoint where the system or the safetensors package refuses it."""
+    from safetensors import SafetensorError  # here: `import octavo` does not need it
+
+    start = b""
     try:
         with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if expected is not None and size != expected.bytes:
-                raise damaged(path, f"the file was written with {expected.bytes} bytes, and has {size}")
-            start = file.read(8)
-            # pread and not mmap: a mapped tensor would change, or end the process, when the file does. With pread the
-            # package makes tensors on torch's default device, so that is the CPU here.
-            with torch.device("cpu"), safe_open(path, framework="pt", device="cpu", backend="pread") as content:
-                header = file.read(int.from_bytes(start, "little"))
-                _check_header(path, parse_json(path, header))
-                metadata, digest = content.metadata() or {}, hashlib.sha256(start + header)
-                tensors = {name: _hashed(path, name, content, digest) for name in content.offset_keys()}
+            start = file.peek(8)[:8]
+            yield file
     except SafetensorError as error:
-        why = PICKLED if start.startswith(PICKLES) else f"safetensors refuses it ({shown(str(error))})"
+        why = PICKLED if start.startswith(PICKLES) else f"safetensors refuses it ({excerpt(str(error))})"
         raise damaged(path, why) from None
     except OSError as error:
         raise InvalidCheckpoint(
             f"{path} could not be read: {error.strerror or error}. Check the path, and that it is a file."
         ) from None
-    if expected is not None and digest.hexdigest() != expected.sha256:
-        raise damaged(path, f"its SHA-256 is {digest.hexdigest()}, and it was written with {expected.sha256}")
-    return TensorFile(tensors, metadata, Digest(size, digest.hexdigest()))
+
+
+@contextmanager
+def _content(path: Path, file: BufferedReader) -> Iterator[tuple[Any, bytes, dict[str, Any]]]:
+    """Yield an open file as the safetensors package reads it, the bytes before its tensors, and its header."""
+    from safetensors import safe_open
+
+    start = file.read(8)
+    # pread and not mmap: a mapped tensor would change, or end the process, when the file does. With pread the
+    # package makes tensors on torch's default device, so that is the CPU here.
+    with torch.device("cpu"), safe_open(path, framework="pt", device="cpu", backend="pread") as content:
+        text = file.read(int.from_bytes(start, "little"))
+        header = parse_json(path, text)
+        _check_header(path, header)
+        yield content, start + text, header
 
 
 def _hashed(path: Path, name: str, content: Any, digest: Any) -> Tensor:
@@ -178,7 +239,7 @@ def _hashed(path: Path, name: str, content: Any, digest: Any) -> Tensor:
     tensor: Tensor = content.get_tensor(name)
     digest.update(bytes_of(tensor))
     if tensor.dtype == torch.bool and tensor.numel() and (largest := tensor.view(torch.uint8).max()) > 1:
-        raise damaged(path, f"{shown(repr(name))} is BOOL, whose bytes are 0 and 1, and has one of {largest}")
+        raise damaged(path, f"{excerpt(repr(name))} is BOOL, whose bytes are 0 and 1, and has one of {largest}")
     return tensor
 
 
@@ -202,13 +263,13 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     for name, entry in header.items():
         if name == METADATA:
             continue
-        what = shown(repr(name))
+        what = excerpt(repr(name))
         if set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise damaged(path, f"an entry has dtype, shape and data_offsets, and {what} is {shown(repr(entry))}")
+            raise damaged(path, f"an entry has dtype, shape and data_offsets, and {what} is {excerpt(repr(entry))}")
         if entry["dtype"] not in DTYPES:
             raise damaged(path, f"{what} has the dtype {entry['dtype']}, and the known ones are {', '.join(DTYPES)}")
         if len(entry["shape"]) > MOST_DIMS:
-            raise damaged(path, f"{what} has the shape {shown(repr(entry['shape']))}, of more than {MOST_DIMS} sizes")
+            raise damaged(path, f"{what} has the shape {excerpt(repr(entry['shape']))}, of more than {MOST_DIMS} sizes")
 
 
 def parse_json(path: Path, text: bytes | str, read_object: Callable[[dict[str, Any]], Any] = dict) -> Any:
@@ -219,7 +280,7 @@ def parse_json(path: Path, text: bytes | str, read_object: Callable[[dict[str, A
         found = dict(pairs)
         if len(found) < len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise damaged(path, f"it has {shown(repr(twice))} twice")
+            raise damaged(path, f"it has {excerpt(repr(twice))} twice")
         return read_object(found)
 
     try:
@@ -227,4 +288,4 @@ def parse_json(path: Path, text: bytes | str, read_object: Callable[[dict[str, A
     except InvalidCheckpoint:
         raise
     except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, f"it has text that is no JSON ({shown(str(error))})") from None
+        raise damaged(path, f"it has text that is no JSON ({excerpt(str(error))})") from None

@@ -37,7 +37,7 @@ def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a model, and the codes of weights that are held as codes."""
+    """Yield the parameters and buffers of a model, and the codes of weights that are stored as codes."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, QuantizedWeight):
             yield from tensor.tensors().values()

@@ -11,15 +11,16 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from octavo.communication.groups import Group
-from octavo.errors import UnknownSetting, UnsupportedConfig, check_choice, check_whole, nearest
+from octavo.errors import UnsupportedConfig, check_choice, check_whole
 from octavo.fusion.recomputation import FirstRun
 from octavo.fusion.rules import conditions
 from octavo.fusion.runs import RECAST
 from octavo.fusion.sequential import Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.ops import activation as activations
+from octavo.ops.foreign_keywords import refuse
 from octavo.ops.inputs import refuse_symbol
-from octavo.ops.linear import Linear
+from octavo.ops.linear import Flag, Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
 from octavo.ops.recipe_of_layers import RecipeOfLayers
 from octavo.quant import QTensor
@@ -42,15 +43,10 @@ OF_BLOCKS = ("parallel_mode", "column_blocks")  # keywords of Linear that LayerN
 def _check_settings(block: type, settings: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
     """Raise for keywords that neither the block nor its Linears take."""
     title, own = block.__name__, signature(block).parameters
-    if settings.get("return_bias"):
-        raise UnsupportedConfig(
-            f"{title}(return_bias=True): the block returns y alone, and a Linear that returns its bias does not fuse. "
-            "Leave it out, or build an octavo.Sequential of a norm and octavo.Linear(..., return_bias=True)."
-        )
-    names = [name for name in (*own, *SETTINGS) if name not in ("settings", "return_bias", *but)]
+    names = [name for name in (*own, *SETTINGS) if name not in ("settings", *but)]
     for name in settings:
-        if name not in names and name != "return_bias":
-            raise UnknownSetting(f"{title} has no setting {name!r}.{nearest(name, names)} It takes {', '.join(names)}.")
+        if name not in names:
+            refuse(title, name, names)
 
 
 def fc1_width(activation: str, ffn_hidden_size: int) -> int:
@@ -58,6 +54,17 @@ def fc1_width(activation: str, ffn_hidden_size: int) -> int:
     check_choice(activation, tuple(KINDS), what="activation")
     check_whole(ffn_hidden_size, what="ffn_hidden_size")
     return ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+
+
+def _activation(name: str, params: Mapping[str, Any] | None) -> Any:
+    kind = KINDS[name]
+    try:
+        return kind(**(params or {}))
+    except TypeError:
+        takes = ", ".join(signature(kind).parameters)
+        raise UnsupportedConfig(
+            f"activation_params of {name!r} are keywords of octavo.ops.{kind.__name__} ({takes}), got {params!r}."
+        ) from None
 
 
 def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dtype: Any) -> Any:
@@ -76,8 +83,10 @@ def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> 
 class _Block(RecipeOfLayers, Sequential):
     """A Sequential that requires its fusions if the recipe quantizes."""
 
-    _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, RECAST)
+    _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, conditions.KEPT_AS_CODES, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
+
+    _last = ""  # the name of the last Linear
 
     def _check_required(self, layout: Any, records: list[Any]) -> None:
         if not any(
@@ -85,14 +94,41 @@ class _Block(RecipeOfLayers, Sequential):
         ):
             super()._check_required(layout, records)  # collectives between the modules keep some from fusing
 
+    def reset_parameters(self) -> None:
+        """Initialise the parameters of all modules as their constructors do."""
+        for module in self.children():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def _keywords(self, op_kwargs: Any, is_first_microbatch: Flag) -> Any:
+        """Return op_kwargs with this keyword for every Linear."""
+        if is_first_microbatch is None:
+            return op_kwargs
+        own = {module: {"is_first_microbatch": is_first_microbatch} for module in self if isinstance(module, Linear)}
+        return {**own, **(op_kwargs or {})}
+
+    def _returns_bias_of(self) -> Linear | None:
+        """Return the Linear whose bias the block returns; None if it returns none."""
+        last: Any = self._modules.get(self._last)
+        return last if isinstance(last, Linear) and last.return_bias and last.bias_by_block else None
+
+    def _flattens(self) -> bool:
+        return super()._flattens() and self._returns_bias_of() is None
+
+    def _with_bias(self, y: Any) -> Any:
+        """Return y, and with return_bias=True the bias of the last Linear."""
+        last = self._returns_bias_of()
+        return y if last is None else (y, last._bias_of_caller())
+
 
 class LayerNormLinear(_Block):
     """A norm and a linear layer that run as one: the norm writes the codes that the Linear multiplies.
 
     It is a `Sequential` of `norm` and `linear` that requires its fusion. A call in which the norm cannot write the
     codes raises an error that says why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds
-    of calls may run unfused without an error: those in a recipe that does not quantize fprop (bf16), the first step of
-    fp8-delayed, and those in a torch.autocast that casts x.
+    of calls may run unfused without an error: those in a recipe that does not quantize fprop (bf16) or keeps x
+    unquantized for wgrad, the first step of fp8-delayed, and those in a torch.autocast that casts x.
 
     Args:
         in_features: the size of the last dim of x, over which the norm is taken.
@@ -109,10 +145,10 @@ class LayerNormLinear(_Block):
         sequence_parallel: each rank has a part of the rows of x, which are gathered after the norm. The gradients of
             the norm's parameters are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
-        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`; not `return_bias`.
+        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes` and `return_bias`.
 
     Raises:
-        UnsupportedConfig: `normalization`, the recipe or a setting is unknown, or `return_bias` is True.
+        UnsupportedConfig: `normalization`, the recipe or a setting is unknown.
 
     Example:
         >>> block = octavo.LayerNormLinear(64, 32, normalization="RMSNorm", recipe="fp8-block")
@@ -121,6 +157,8 @@ class LayerNormLinear(_Block):
         >>> block.explain(torch.ones(8, 64)).fired
         ('norm-linear',)
     """
+
+    _last = "linear"
 
     def __init__(
         self,
@@ -151,7 +189,34 @@ class LayerNormLinear(_Block):
             parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, tp_group=tp_group, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
         _share(norm, linear, sequence_parallel, tp_group)
+        linear.bias_by_block = linear.return_bias
         super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
+
+    @classmethod
+    def _plain_forward(cls) -> Any:
+        return LayerNormLinear.forward
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        is_first_microbatch: Flag = None,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> "Tensor | QTensor | tuple[Any, ...]":
+        """Run the block.
+
+        Args:
+            input: x [..., in_features].
+            *extra_inputs: extra inputs, if the block was edited and its operations take any.
+            is_first_microbatch: as in `octavo.Linear.forward`.
+            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
+
+        Returns:
+            y [..., out_features], in the dtype of x. With `return_bias=True` it is a tuple of y without the bias, and
+            the bias.
+        """
+        y = super().forward(input, *extra_inputs, op_kwargs=self._keywords(op_kwargs, is_first_microbatch))
+        return self._with_bias(y)  # type: ignore[no-any-return]
 
 
 class LayerNormMLP(_Block):
@@ -168,6 +233,7 @@ class LayerNormMLP(_Block):
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu", "qgelu", "relu", "srelu" or "silu"; or gated: "glu", "geglu", "qgeglu", "reglu", "sreglu",
             "swiglu", "clamped-swiglu" or "situglu".
+        activation_params: keywords of that activation's class, such as {"limit": 7.0} of `octavo.ops.ClampedSwiGLU`.
         zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
         recipe: the recipe of both Linears: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
         activation_recompute: save only x for backward, which runs forward again, with the parameters, scales and
@@ -179,12 +245,13 @@ class LayerNormMLP(_Block):
         sequence_parallel: each rank has a part of the rows of x and y. The gradients of the norm's parameters and of
             fc2's bias are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
-        **settings: further keywords of `octavo.Linear`, for both; not `return_bias`. Here `keep_weight_codes` is False
-            by default: backward quantizes the weights again instead of keeping their codes.
+        **settings: further keywords of `octavo.Linear`, for both; `return_bias` is that of `fc2`. Here
+            `keep_weight_codes` is False by default: backward quantizes the weights again instead of keeping their
+            codes.
 
     Raises:
-        UnsupportedConfig: `normalization`, `activation`, the recipe or a setting is unknown, `return_bias` is True, or
-            `ffn_hidden_size` is no number from 1 up.
+        UnsupportedConfig: `normalization`, `activation`, the recipe or a setting is unknown, or `ffn_hidden_size` is no
+            number from 1 up.
 
     Example:
         >>> mlp = octavo.LayerNormMLP(64, 96, normalization="RMSNorm", activation="swiglu", recipe="fp8-block")
@@ -193,6 +260,8 @@ class LayerNormMLP(_Block):
         >>> mlp.fc1.weight.shape
         torch.Size([192, 64])
     """
+
+    _last = "fc2"
 
     def __init__(
         self,
@@ -203,6 +272,7 @@ class LayerNormMLP(_Block):
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, Any] | None = None,
         zero_centered_gamma: bool = False,
         recipe: str | Recipe | None = None,
         activation_recompute: bool = False,
@@ -218,6 +288,7 @@ class LayerNormMLP(_Block):
         shared |= {"bias": bias, "device": device, "dtype": dtype}
         shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
         again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
+        returned = {"return_bias": shared.pop("return_bias", False)}  # of fc2
         wide = fc1_width(activation, ffn_hidden_size)
         modes = ("column", "row") if set_parallel_mode else (None, None)
         modules = {
@@ -225,9 +296,10 @@ class LayerNormMLP(_Block):
             "fc1": Linear(
                 hidden_size, wide, parallel_mode=modes[0], column_blocks=wide // ffn_hidden_size, **again, **shared
             ),
-            "activation": KINDS[activation](),
-            "fc2": Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **shared),
+            "activation": _activation(activation, activation_params),
+            "fc2": Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **returned, **shared),
         }
+        modules["fc2"].bias_by_block = modules["fc2"].return_bias
         _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute
         super().__init__(modules, require=("norm-linear", "activation-linear"))
@@ -243,20 +315,24 @@ class LayerNormMLP(_Block):
         self,
         input: Tensor | QTensor,
         *extra_inputs: Tensor,
+        is_first_microbatch: Flag = None,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
-    ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
+    ) -> "Tensor | QTensor | tuple[Any, ...]":
         """Run the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
 
         Args:
             input: x [..., hidden_size].
             *extra_inputs: extra inputs, if the block was edited and its operations take any.
+            is_first_microbatch: as in `octavo.Linear.forward`, for both Linears.
             op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
 
         Returns:
-            y [..., hidden_size], in the dtype of x.
+            y [..., hidden_size], in the dtype of x. With `return_bias=True` it is a tuple of y without fc2's bias, and
+            the bias.
         """
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
+        op_kwargs = self._keywords(op_kwargs, is_first_microbatch)
         if self.activation_recompute and torch.is_grad_enabled():
             run, recipe = super().forward, ambient.recipe
 
@@ -271,5 +347,5 @@ class LayerNormMLP(_Block):
                     first = FirstRun(self, (x, *extra_inputs))
                 return y
 
-            return checkpoint(again, input, use_reentrant=False)  # type: ignore[no-any-return]
-        return super().forward(input, *extra_inputs, op_kwargs=op_kwargs)
+            return self._with_bias(checkpoint(again, input, use_reentrant=False))  # type: ignore[no-any-return]
+        return self._with_bias(super().forward(input, *extra_inputs, op_kwargs=op_kwargs))  # type: ignore[no-any-return]

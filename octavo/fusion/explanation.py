@@ -1,4 +1,4 @@
-"""`Sequential.explain`: a call on a copy, recorded, and told as runs, rules and saved tensors."""
+"""`Sequential.explain`: a call on a copy, recorded, and reported as runs, rules and saved tensors."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo._torch.tensors import tree_map
 from octavo.fusion.custom.legacy import run_legacy
-from octavo.fusion.layout import extras_of, is_container, published, through
+from octavo.fusion.layout import after_legacy, extra_inputs_of, is_container, legacy_inputs, published, through
 from octavo.fusion.plan import Planned, Run, steps_of
 from octavo.fusion.rule import NotFired
 from octavo.fusion.saved_tensor_report import SavedTensorReport
@@ -83,9 +83,10 @@ def _run_recorded(sequential: Any, x: Any, extra_inputs: tuple[Any, ...], op_kwa
     for part in call.layout.parts:
         if part.legacy is not None:
             records.append(Record([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
-            x = run_legacy(part.legacy, x, call.kwargs[part.first])
+            made = run_legacy(part.legacy, x, legacy_inputs(part, call), call.kwargs[part.first])
+            x = after_legacy(part, call, made)
         elif is_container(part.module):
-            made = _run_recorded(part.module, x, extras_of(part, call), call.kwargs[part.first] or None, records)
+            made = _run_recorded(part.module, x, extra_inputs_of(part, call), call.kwargs[part.first] or None, records)
             x = published(part, call, made)
         else:
             if part.fuser is None:

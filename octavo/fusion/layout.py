@@ -4,6 +4,7 @@ destinations of extra outputs, and the operations that the keywords of a call go
 A container is flattened if its `_flattens()` returns True; any other module that is no operation is simply called."""
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -40,8 +41,8 @@ class Layout(NamedTuple):
     sources: tuple[tuple[Source, ...], ...]  # per leaf and extra input
     drains: tuple[
         tuple[tuple[str, bool], ...], ...
-    ]  # per leaf and extra output: its channel, whether it leaves its group
-    shown: tuple[tuple[bool, ...], ...]  # per leaf and extra output: whether the caller gets it
+    ]  # per leaf and extra output: its channel, whether it leaves its part
+    returned: tuple[tuple[bool, ...], ...]  # per leaf and extra output: whether the caller gets it
     inputs: int  # number of the caller's extra inputs
     places: tuple[tuple[int, int], ...]  # per entry of the Sequential: the span of its leaves
     require: tuple[str, ...]  # rules required by this Sequential and by those flattened into it
@@ -92,18 +93,17 @@ def taken_apart(sequential: Any) -> Layout:
             sizes.append(1)
     rules = sequential.__dict__.get("rules", ())
     made = tuple(OperationFuser(g, rules) if isinstance(g, list) else g for g in groups)
+    parts = _parts(made, sizes, rules)
     sources, outputs, count = _wired(leaves)
-    drains = _drained(outputs, sources, sizes)
+    drains = _drained(outputs, sources, [part.first for part in parts])
     places: list[tuple[int, int]] = []
     at = 0
     for module in sequential._modules.values():
         size = len(list(leaves_of(module))) if opens(module) else 1
         places.append((at, at + size))
         at += size
-    shown = tuple(tuple(to_caller for _, to_caller in own) for own in outputs)
-    return Layout(
-        leaves, made, _parts(made, sizes, rules), sources, drains, shown, count, tuple(places), *_demands(sequential)
-    )
+    returned = tuple(tuple(to_caller for _, to_caller in own) for own in outputs)
+    return Layout(leaves, made, parts, sources, drains, returned, count, tuple(places), *_demands(sequential))
 
 
 def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -137,10 +137,10 @@ def _parts(groups: Sequence[Any], sizes: Sequence[int], rules: Any) -> tuple[Par
     return tuple(found)
 
 
-def _drained(outputs: Any, sources: Any, sizes: list[int]) -> Any:
-    """Return, for each extra output, its channel and whether it leaves its group: to the caller or to an operation of
-    another group."""
-    group = [g for g, size in enumerate(sizes) for _ in range(size)]
+def _drained(outputs: Any, sources: Any, firsts: list[int]) -> Any:
+    """Return, for each extra output, its channel and whether it leaves its part: to the caller or to an operation of
+    another part. `firsts` are the parts' first leaves."""
+    group = [bisect_right(firsts, i) for i in range(len(outputs))]
     users: dict[str, list[int]] = {}
     for i, own in enumerate(sources):
         for source in own:
@@ -162,8 +162,8 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
         own: list[Source] = []
         out: list[tuple[str, bool]] = []
         if isinstance(op, FusibleOperation):
-            for slot in range(op.num_extra_inputs):
-                channel = op._channels("_input_channels").get(slot)
+            for k in range(op.num_extra_inputs):
+                channel = op._channels("_input_channels").get(k)
                 if channel is not None and op.op_writes_extra:
                     raise UnsupportedConfig(
                         f"Operation {i} ({type(op).__name__}) writes to its extra input, which is the channel "
@@ -176,8 +176,8 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                     _refuse_unfilled(leaves, i, channel.name)
                 else:
                     own.append(Source(-1, channel.name))
-            for slot in range(op.num_extra_outputs):
-                channel = op._channels("_output_channels").get(slot)
+            for k in range(op.num_extra_outputs):
+                channel = op._channels("_output_channels").get(k)
                 if channel is not None and channel.name in filled:
                     raise UnsupportedConfig(
                         f"The channel {channel.name!r} has multiple producers: operations {filled[channel.name]} and "
@@ -194,7 +194,7 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
             inner: Layout = container._layout()
             own = [Source(count + n) for n in range(inner.inputs)]
             count += inner.inputs
-            out = [("", True) for shown in inner.shown for to_caller in shown if to_caller]
+            out = [("", True) for flags in inner.returned for to_caller in flags if to_caller]
         sources.append(tuple(own))
         drains.append(tuple(out))
     return tuple(sources), tuple(drains), count
@@ -230,7 +230,8 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
         if not isinstance(own, dict):
             raise TypeError(f"op_kwargs maps an operation to a dict of its keywords, got {type(own).__name__}.")
         for name, value in own.items():
-            found[_taker(layout, leaves, name)][name] = value
+            taker, name = _taker(layout, leaves, name)
+            found[taker][name] = value
     return found
 
 
@@ -269,11 +270,16 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
     return leaves
 
 
-def _taker(layout: Layout, leaves: range, name: str) -> int:
-    """Return the index of the one operation among these leaves that takes a keyword."""
+ALSO = {"output": "out", "grad_input": "dgrad_out"}  # what Transformer Engine calls the keywords for memory
+
+
+def _taker(layout: Layout, leaves: range, name: str) -> tuple[int, str]:
+    """Return the index of the one operation among these leaves that takes a keyword, and its name for the keyword."""
+    if name in ALSO and not any(name in getattr(layout.leaves[i], "op_keywords", ()) for i in leaves):
+        name = ALSO[name]
     takers = [i for i in leaves if name in getattr(layout.leaves[i], "op_keywords", ())]
     if len(takers) == 1:
-        return takers[0]
+        return takers[0], name
     titles = ", ".join(
         f"{type(layout.leaves[i]).__name__} ({', '.join(getattr(layout.leaves[i], 'op_keywords', ())) or 'none'})"
         for i in leaves
@@ -299,18 +305,37 @@ class Call(NamedTuple):
 
 def called(part: Part, call: Call, x: Any) -> Any:
     """Call an ordinary module, or a Sequential that is not flattened, with its share of the caller's extra inputs."""
-    extras, kwargs = extras_of(part, call), call.kwargs[part.first]
-    made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
+    extra_inputs, kwargs = extra_inputs_of(part, call), call.kwargs[part.first]
+    made = part.module(x, *extra_inputs, op_kwargs=kwargs) if kwargs else part.module(x, *extra_inputs)
     return published(part, call, made)
 
 
-def extras_of(part: Part, call: Call) -> tuple[Any, ...]:
+def extra_inputs_of(part: Part, call: Call) -> tuple[Any, ...]:
     return tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
+
+
+def legacy_inputs(part: Part, call: Call) -> tuple[Any, ...]:
+    """Return the extra inputs of a legacy operation: the caller's, or those of channels."""
+    own = call.layout.sources[part.first]
+    return tuple([call.channels[s.channel] if s.channel else call.extra_inputs[s.place] for s in own])
+
+
+def after_legacy(part: Part, call: Call, made: Any) -> Any:
+    """Return y of a legacy operation. Its extra outputs go to channels and to the caller."""
+    flags = call.layout.returned[part.first]
+    if not flags:
+        return made
+    for t, (name, _), is_returned in zip(made[1:], call.layout.drains[part.first], flags, strict=True):
+        if name:
+            call.channels[name] = t
+        if is_returned:
+            call.public.append(t)
+    return made[0]
 
 
 def published(part: Part, call: Call, made: Any) -> Any:
     """Return x from the result of a module. Extra outputs, if it has any, go to the caller."""
-    if not call.layout.shown[part.first]:
+    if not call.layout.returned[part.first]:
         return made
     call.public.extend(made[1:])
     return made[0]
@@ -322,11 +347,11 @@ def through(part: Part, call: Call, x: Any) -> Any:
         return called(part, call, x)
     layout, steps = call.layout, []
     for i, op in enumerate(part.fuser.ops, part.first):
-        extras = tuple([Wire(s.channel) if s.channel else call.extra_inputs[s.place] for s in layout.sources[i]])
-        steps.append(Step(op, extras, call.kwargs[i], i, layout.drains[i]))
+        extra_inputs = tuple([Wire(s.channel) if s.channel else call.extra_inputs[s.place] for s in layout.sources[i]])
+        steps.append(Step(op, extra_inputs, call.kwargs[i], i, layout.drains[i]))
     x, given = part.fuser._run_steps(x, steps, call.channels, call.records)
     for i, own in enumerate(given, part.first):
-        for t, shown in zip(own, layout.shown[i], strict=True):
-            if shown:
+        for t, is_returned in zip(own, layout.returned[i], strict=True):
+            if is_returned:
                 call.public.append(t)
     return x

@@ -206,7 +206,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
 def _auxiliary(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the span of each operation's auxiliary outputs. If one layer replaces several, the first operation has
     them."""
-    at, spans = 1 + sum(config.shown_counts), [config.auxiliary_spans[stage] for stage in place]
+    at, spans = 1 + sum(config.chain_output_counts), [config.auxiliary_spans[stage] for stage in place]
     leads = [i == 0 or place[i - 1] != stage for i, stage in enumerate(place)]
     return tuple((at + s.start, at + (s.stop if first else s.start)) for s, first in zip(spans, leads, strict=True))
 
@@ -225,11 +225,11 @@ def _placed(
         match = theirs.get(len(place))
         unfused = chain.Config((configs[len(place)],)) if match is None else match.config.unfused
         given = 0
-        for j, shown in enumerate(unfused.shown):
+        for j, places in enumerate(unfused.chain_outputs):
             place.append(len(stages))
             start.append(sum(unfused.fields[:j]))
-            shift.append({k: given + n for n, k in enumerate(shown)})
-            given += len(shown)
+            shift.append({k: given + n for n, k in enumerate(places)})
+            given += len(places)
         stages.append(unfused.stages[0] if match is None else match.config)
     place.append(len(stages))
     moved = [

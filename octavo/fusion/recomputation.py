@@ -109,6 +109,6 @@ def _settings(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
 
 
 def _described(settings: tuple[Any, ...]) -> str:
-    kind, settled, recipe, training = settings
-    said = [str(value) for value in (settled, recipe) if value is not None]
+    kind, own, recipe, training = settings
+    said = [str(value) for value in (own, recipe) if value is not None]
     return f"{kind.__name__}({', '.join([*said, 'training' if training else 'eval'])})"

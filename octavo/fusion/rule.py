@@ -6,6 +6,7 @@ Rules look at the configs of stages, which are values, so a plan (`octavo.fusion
 cached by them.
 """
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +62,8 @@ class FusedOperation:
     not used. If a class defines forward alone, the operations' own backward runs, so its forward saves what they would
     save.
 
-    A forward in one piece is fuser_forward(ctxs, inputs), which returns y, with fuser_backward(ctxs, dy). It runs in
-    eager mode only.
+    A forward in one piece is fuser_forward(ctxs, inputs), which returns y, or y and the extra outputs of each
+    operation, with fuser_backward(ctxs, dy, ...). It runs in eager mode only.
 
     Octavo's own classes are written one level below (`octavo.runtime.contract.FusedStep`), as a step of a chain, which
     sees the buffers of the layers and lets the layers choose the values to save: step_forward(configs, inputs) returns
@@ -201,12 +202,7 @@ class Rule:
             self._check_kind(kind)
 
     def _check_kind(self, kind: Any) -> None:
-        """Refuse a class that the rule cannot tell from its parent, or whose extra inputs or outputs it cannot pass."""
-        if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
-            raise UnsupportedConfig(
-                f"{self.op.__name__}, of the rule {self.name!r}, is a legacy fused operation (fuser_forward), "
-                f"which has no place for the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
-            )
+        """Refuse a class that the rule cannot tell from its parent."""
         matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
         if not (matcher is kind or kind.__module__.startswith("octavo.") or issubclass(kind, BasicOperation)):
             raise UnsupportedConfig(
@@ -342,6 +338,14 @@ def check_name(rule: Rule) -> None:
 
 
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
+    if not isinstance(rule, Rule):
+        got = f"the function {rule.__qualname__}" if inspect.isfunction(rule) else repr(rule)
+        name = {"both": "forward_backward"}.get(side, side)
+        raise TypeError(
+            f"register_{name}_fusion takes a Rule, got {got}. A rule is data: plans are cached by it, explain names "
+            "what did not hold. In place of a function that rewrites a list of operations, write the pattern that it "
+            "looks for: octavo.ops.Rule('a-name', (octavo.Linear, MyOperation), MyFusedOperation, conditions=(...))."
+        )
     check_name(rule)
     made = rule.on(side)
     replace_global_rules((made, *_global_rules) if prepend else (*_global_rules, made))
@@ -364,7 +368,7 @@ def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], N
         A function without arguments that unregisters the rule.
 
     Raises:
-        TypeError: its operation defines functions of another side, or lacks one.
+        TypeError: it is no Rule, or its operation defines functions of another side, or lacks one.
         UnsupportedConfig: one of Octavo's own rules has that name.
 
     Example:

@@ -94,20 +94,34 @@ class OperationFuser:
         before: list[tuple[Any, ...]] = []
         after: list[tuple[Any, ...]] = []
         if first:
-            x, before = OperationFuser(self.ops[:first], self.rules)._run_steps(x, steps[:first], channels, records)
-        x = run_fused(rule, self.ops[first:last], x)
+            read = {t.channel for step in steps[first:] for t in step.extra_inputs if isinstance(t, Wire)}
+            own = [
+                s._replace(drains=tuple([(n, leaves or n in read) for n, leaves in s.drains])) for s in steps[:first]
+            ]
+            x, before = OperationFuser(self.ops[:first], self.rules)._run_steps(x, own, channels, records)
+        fused = [connected(step, channels) for step in steps[first:last]]
+        for step in fused:
+            if inside := [t.channel for t in step.extra_inputs if isinstance(t, Wire)]:
+                raise UnsupportedConfig(
+                    f"{rule.name!r} is a legacy fused operation (fuser_forward), and the channel {inside[0]!r} joins "
+                    "two operations of its pattern. Define fuser_forward_compute, fuser_forward_save_ctx and "
+                    "fuser_backward, which take channels inside, or give the Sequential rules=None."
+                )
+        x, made = run_fused(rule, self.ops[first:last], x, [step.extra_inputs for step in fused])
+        for step, outputs in zip(fused, made, strict=True):
+            channels.update({name: t for (name, _), t in zip(step.drains, outputs, strict=True) if name})
         if records is not None:
             records.append(Record(steps[first:last], Planned("", (), (rule.name,), ())))
         if last < len(steps):
             x, after = OperationFuser(self.ops[last:], self.rules)._run_steps(x, steps[last:], channels, records)
-        return x, [*before, *[()] * (last - first), *after]
+        return x, [*before, *made, *after]
 
-    def __call__(self, x: Tensor | QTensor, *extras: Tensor) -> Tensor | QTensor | tuple[Tensor | QTensor, ...]:
+    def __call__(self, x: Tensor | QTensor, *extra_inputs: Tensor) -> Tensor | QTensor | tuple[Tensor | QTensor, ...]:
         """Run all operations.
 
         Args:
             x: the input of the first operation.
-            *extras: the extra inputs of all operations, in order. Channels are not followed.
+            *extra_inputs: the extra inputs of all operations, in order. Channels are not followed.
 
         Returns:
             y, or y and the extra outputs of all operations, in order.
@@ -116,11 +130,11 @@ class OperationFuser:
             UnsupportedConfig: there are more or fewer extra inputs.
         """
         count = sum(op.num_extra_inputs for op in self.ops)
-        if len(extras) != count:
+        if len(extra_inputs) != count:
             raise UnsupportedConfig(
-                f"These operations take {plural(count, 'extra input')} besides x, got {len(extras)}."
+                f"These operations take {plural(count, 'extra input')} besides x, got {len(extra_inputs)}."
             )
-        steps, rest = [], iter(extras)
+        steps, rest = [], iter(extra_inputs)
         for i, op in enumerate(self.ops):
             own = tuple(next(rest) for _ in range(op.num_extra_inputs))
             steps.append(Step(op, own, {}, i, (("", True),) * op.num_extra_outputs))
@@ -174,8 +188,8 @@ class OperationFuser:
                 given.append(own)
                 end = at + 1
             else:
-                part = [connected(step, channels) if step.extras else step for step in steps[at:end]]
-                later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
+                part = [connected(step, channels) if step.extra_inputs else step for step in steps[at:end]]
+                later = {t.channel for step in steps[end:] for t in step.extra_inputs if isinstance(t, Wire)}
                 if steps[at].op.parallel is not None:
                     x = steps[at].op.op_begin(x)
                 whole = settings if len(part) == len(steps) else None
@@ -198,9 +212,9 @@ class OperationFuser:
         if x.device.type not in call_cache.DEVICES:
             return None, None
         lookups, needs = [], x.requires_grad and torch.is_grad_enabled()
-        for op, extras, kwargs, _, drains in steps:
+        for op, extra_inputs, kwargs, _, drains in steps:
             alone = kwargs or drains or has_hooks(op) or op.op_hooked or op.op_runs_its_forward
-            lookup = None if alone or "forward" in op.__dict__ else op._call_lookup(needs, extras)
+            lookup = None if alone or "forward" in op.__dict__ else op._call_lookup(needs, extra_inputs)
             if lookup is None:
                 return None, None
             lookups.append(lookup)
@@ -330,8 +344,9 @@ def _recast(x: Tensor) -> bool:
 def _alone(step: Step, x: Any) -> tuple[Any, tuple[Tensor, ...]]:
     op = step.op
     if op.op_is_legacy:
-        return run_legacy(op, x, step.kwargs), ()
-    made = op.op_call(x, step.extras, step.kwargs)
+        made = run_legacy(op, x, step.extra_inputs, step.kwargs)
+    else:
+        made = op.op_call(x, step.extra_inputs, step.kwargs)
     if op.num_extra_outputs:
         return made[0], tuple(made[1:])
     return made, ()
@@ -355,7 +370,10 @@ def _run(
         explains = fuser is not None and fuser.is_quiet
         records.append(Record(steps, plan, saved_tensor_report(names_of(steps), plan.key, fields) if explains else ()))
     buffers = tuple([t for stage in stages for t in stage.buffers])
-    needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
+    needs, writes_in_backward = (
+        any([stage.needs for stage in stages]),
+        any([stage.writes_in_backward for stage in stages]),
+    )
     unchanged = [t for stage in stages for t in stage.unchanged]
     whole = Stage(
         "chain",
@@ -363,7 +381,7 @@ def _run(
         fields[1:],
         buffers,
         needs,
-        anchored=anchored,
+        writes_in_backward=writes_in_backward,
         unchanged=unchanged,
         out=stages[-1].out,
         settings=settings,
@@ -397,13 +415,13 @@ def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden)
     return found
 
 
-def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+def run_alone(op: BasicOperation, x: Any, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation by itself."""
     if op.op_is_legacy:
-        return run_legacy(op, x, kwargs)
+        return run_legacy(op, x, extra_inputs, kwargs)
     unknown = [name for name in kwargs if name not in op.op_keywords]
     if unknown:
         raise TypeError(f"{type(op).__name__} takes the keywords {op.op_keywords}, got {unknown[0]!r}.")
     x = x.dequantize() if isinstance(x, QTensor) else x
-    y, given = _run([Step(op, extras, kwargs, 0, (("", True),) * op.num_extra_outputs)], x, 0)
+    y, given = _run([Step(op, extra_inputs, kwargs, 0, (("", True),) * op.num_extra_outputs)], x, 0)
     return (y, *given[0]) if given[0] else y

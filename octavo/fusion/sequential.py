@@ -3,8 +3,8 @@
 It calls ordinary modules as `nn.Sequential` does. The operations between them form groups, one `OperationFuser` each.
 Sequentials inside are flattened: their operations fuse with their neighbours'.
 
-Operations may take extra inputs and return extra outputs. The caller passes and receives them in order of operation and
-slot. Those with a channel connect within the Sequential, also across ordinary modules.
+Operations may take extra inputs and return extra outputs. The caller passes and receives them in the order of the
+operations. Those with a channel connect within the Sequential, also across ordinary modules.
 """
 
 import itertools
@@ -21,7 +21,16 @@ from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
 from octavo.fusion.explanation import Explanation, explained, run_by_themselves
-from octavo.fusion.layout import Call, Layout, check_there, routed, taken_apart, through
+from octavo.fusion.layout import (
+    Call,
+    Layout,
+    after_legacy,
+    check_there,
+    legacy_inputs,
+    routed,
+    taken_apart,
+    through,
+)
 from octavo.fusion.plan import Planned
 from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, Rule, check_name, global_rules
 from octavo.fusion.stages import Record
@@ -274,9 +283,10 @@ class Sequential(NoTorchScript, nn.Sequential):
             if part.legacy is None:
                 x = through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                x = outside.call("", run_legacy, part.legacy, x, call.kwargs[part.first])
+                made = outside.call("", run_legacy, part.legacy, x, legacy_inputs(part, call), call.kwargs[part.first])
+                x = after_legacy(part, call, made)
             else:
-                x = part.legacy(x, **call.kwargs[part.first])
+                x = after_legacy(part, call, part.legacy(x, *legacy_inputs(part, call), **call.kwargs[part.first]))
         if call.records is not None:
             self._check_required(call.layout, call.records)
         return (x, *call.public) if call.public else x

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """One operation in one call."""
 
     op: Any
-    extras: tuple[Any, ...]  # tensors, or Wires
+    extra_inputs: tuple[Any, ...]  # tensors, or Wires
     kwargs: dict[str, Any]
     number: int  # its index in the Sequential
     drains: tuple[tuple[str, bool], ...]  # per extra output: its channel, whether it leaves the group
@@ -40,10 +40,10 @@ class Record(NamedTuple):
 
 def connected(step: Step, channels: dict[str, Any]) -> Step:
     """Return the step with filled channels in place of its Wires. A Wire from within the same run stays."""
-    if not any([isinstance(t, Wire) for t in step.extras]):
+    if not any([isinstance(t, Wire) for t in step.extra_inputs]):
         return step
-    found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extras]
-    return step._replace(extras=tuple(found))
+    found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extra_inputs]
+    return step._replace(extra_inputs=tuple(found))
 
 
 def run_takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:
@@ -83,7 +83,8 @@ def planned_run(
     )
     keys = tuple([stage.key for stage in stages])
     # the index that messages of users' functions name; 0 in other runs, so that equal runs share a plan
-    first = steps[0].number if any([key.startswith("custom.") for key in keys]) else 0
+    # a number again where a compiler has made it a symbol, behind a graph break
+    first = len(range(steps[0].number)) if any([key.startswith("custom.") for key in keys]) else 0
     fields = (x, *[t for stage in stages for t in stage.inputs])
     if torch.compiler.is_compiling():
         sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
@@ -106,11 +107,11 @@ def _stages(steps: Sequence[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage]
     routes: list[tuple[int, int, int, int]] = []
     filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its extra output, its Edge
     for i, step in enumerate(steps):
-        wires = [t for t in step.extras if isinstance(t, Wire)]
+        wires = [t for t in step.extra_inputs if isinstance(t, Wire)]
         if wires:
-            known = tuple([filled[t.channel][2] if isinstance(t, Wire) else t for t in step.extras])
-            stage = _stage(step._replace(extras=known), x, as_nodes)
-            for t, edge in zip(step.extras, known, strict=True):
+            known = tuple([filled[t.channel][2] if isinstance(t, Wire) else t for t in step.extra_inputs])
+            stage = _stage(step._replace(extra_inputs=known), x, as_nodes)
+            for t, edge in zip(step.extra_inputs, known, strict=True):
                 if isinstance(t, Wire):
                     at = [
                         n
@@ -131,7 +132,7 @@ def _stages(steps: Sequence[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage]
 
 def _stage(step: Step, x: Edge, as_nodes: bool) -> Stage:
     try:
-        stage: Stage = step.op.op_stage(x, step.extras, step.kwargs, as_nodes)
+        stage: Stage = step.op.op_stage(x, step.extra_inputs, step.kwargs, as_nodes)
     except Miscounted as error:
         raise RuntimeError(f"Operation {step.number}: {error}") from error
     return stage

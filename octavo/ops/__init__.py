@@ -59,11 +59,17 @@ _FROM_FUSION = {
     "register_backward_fusion": "rule",
     "register_forward_backward_fusion": "rule",
     "register_forward_fusion": "rule",
+    "own_forward": "custom.own_functions",
+    "own_saved": "custom.own_functions",
     "OperationFuser": "runs",
     "GRAD_INPUT_BUFFER_KEY": "sequential",
     "OUTPUT_BUFFER_KEY": "sequential",
     "Sequential": "sequential",
+    "SplitCall": "split_call",
 }
+
+# what Transformer Engine calls operations that have another name here
+_ELSEWHERE = {"BasicLinear": "Linear(..., bias=False)", "ScaledClampedQGeGLU": "ScaledClampedSwiGLU(...)"}
 
 __all__ = [
     "GEGLU",
@@ -113,8 +119,11 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SiTUGLU",
+    "SplitCall",
     "SumGradient",
     "SwiGLU",
+    "own_forward",
+    "own_saved",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
@@ -123,7 +132,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _FROM_FUSION:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        way = f". Write octavo.ops.{_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{way}")
     value = globals()[name] = getattr(import_module(f"octavo.fusion.{_FROM_FUSION[name]}"), name)
     return value
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.communication.tensor_parallel import COLUMN_BLOCKS
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.ops.activation_layer import Config
-from octavo.ops.inputs import check_input, numbers, values_of
+from octavo.ops.inputs import check_input, numbers, values_of, wanted_gradients
 from octavo.ops.operation import Edge, FusibleOperation, has_shape, last_dim
 from octavo.ops.settings import Settings
 from octavo.quant import QTensor
@@ -29,21 +29,17 @@ from octavo.values import Value
 
 
 def stage_of(
-    settings: str, x: Tensor | Edge, width: int | None = None, *, scales: Any = None, bias: Any = None, seed: Any = None
-) -> Stage:
+    settings: str, x: Tensor | Edge, width: int | None = None, *, scales: Any = None, bias: Any = None,
+    seed: Any = None, layer: str = "activation",
+) -> Stage:  # fmt: skip
     """Return the Stage of one call of the layer. `settings` are fields of its config, each followed by a comma."""
-    grads = ""
-    if torch.is_grad_enabled():
-        grads = (
-            ("x" if x.requires_grad else "")
-            + ("s" if scales is not None and scales.requires_grad else "")
-            + ("b" if bias is not None and bias.requires_grad else "")
-        )
+    dx, ds, db = wanted_gradients(x.requires_grad, scales, bias)
     key = (
-        f"activation({settings}scales_dtype='{'' if scales is None else DTYPE_NAMES[scales.dtype]}',"
-        f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',grads='{grads}')"
+        f"{layer}({settings}scales_dtype='{'' if scales is None else DTYPE_NAMES[scales.dtype]}',"
+        f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',"
+        f"wants_dx={dx},wants_ds={ds},wants_db={db})"
     )
-    return Stage("activation", key, (scales, bias, seed), (), grads != "", width)
+    return Stage(layer, key, (scales, bias, seed), (), dx or ds or db, width)
 
 
 class Activation(FusibleOperation, Settings, nn.Module):
@@ -56,6 +52,9 @@ class Activation(FusibleOperation, Settings, nn.Module):
     Args:
         glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
             k columns each, as in weights that were stored so.
+        cache_quantized_input: keep codes of x for backward in place of x, E4M3 with a scale for every 128 elements of a
+            row: half of bfloat16's memory, and gradients with the error of FP8. y does not change. Such an activation
+            does not fuse with its neighbours.
         **settings: finite numbers of the curve, by the names of `octavo.kernels.activation.Function` or of FIELDS.
 
     Raises:
@@ -72,18 +71,23 @@ class Activation(FusibleOperation, Settings, nn.Module):
     FIELDS: ClassVar[dict[str, str]] = {}  # settings that `Function` has under another name
     op_is_elementwise = True
 
-    def __init__(self, *, glu_interleave_size: int | None = None, **settings: float) -> None:
+    def __init__(
+        self, *, glu_interleave_size: int | None = None, cache_quantized_input: bool = False, **settings: float
+    ) -> None:
         super().__init__()
         self._curve = tuple(settings)  # the names of its numbers
-        self._setting_names = ("glu_interleave_size", *settings)
+        self._setting_names = ("glu_interleave_size", "cache_quantized_input", *settings)
         self.glu_interleave_size = glu_interleave_size
+        self.cache_quantized_input = cache_quantized_input
         for name, value in settings.items():
             setattr(self, name, value)
-        self._settle()
+        self._derive_from_settings()
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "glu_interleave_size":
             self._check_interleave(value)
+        elif name == "cache_quantized_input":
+            check_choice(value, (True, False), what=f"cache_quantized_input of {type(self).__name__}")
         elif not math.isfinite(value):
             raise UnsupportedConfig(f"{name} of {type(self).__name__} must be a finite number, got {value!r}.")
         return value
@@ -100,8 +104,9 @@ class Activation(FusibleOperation, Settings, nn.Module):
                 f"{type(self).__name__} has no halves. Leave it None."
             )
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _derive_from_settings(self) -> None:
+        super()._derive_from_settings()
+        self._layer = "coded-activation" if self.cache_quantized_input else "activation"
         self._settings = f"name='{self.NAME}',interleave={self.glu_interleave_size or 0}," + "".join(
             f"{self.FIELDS.get(name, name)}={float(getattr(self, name))!r}," for name in self._curve
         )
@@ -125,25 +130,29 @@ class Activation(FusibleOperation, Settings, nn.Module):
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         """Whether a stage with this config belongs to this class. Activation itself matches every activation."""
-        if not isinstance(config, Config) or config.drop or config.bias_dtype:
-            return False
+        if not isinstance(config, Config) or config.drop or config.bias_dtype or config.registered_name != "activation":
+            return False  # rules know what an activation saves that keeps no codes
         if cls is Activation:
             return config.name != "linear"
         return config.name == cls.NAME and bool(cls.num_extra_inputs) == bool(config.scales_dtype)
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
         self._check(x)
-        scales = extras[0] if extras else None
+        scales = extra_inputs[0] if extra_inputs else None
         if scales is not None:
             _check_scales(type(self).__name__, x, scales)
         width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else None
-        return stage_of(self._settings, x, width, scales=scales)
+        return stage_of(self._settings, x, width, scales=scales, layer=self._layer)
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
-        if not all([type(t) is Tensor for t in extras]):
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
+        if not all([type(t) is Tensor for t in extra_inputs]):
             return None
-        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))
-        return Lookup((type(self).__name__, self._settings, torch.is_grad_enabled()), list(extras), (), needs)
+        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extra_inputs]))
+        return Lookup(
+            (type(self).__name__, self._layer, self._settings, torch.is_grad_enabled()), list(extra_inputs), (), needs
+        )
 
     def _check(self, x: Tensor | Edge) -> None:
         title = type(self).__name__
@@ -183,7 +192,8 @@ class Activation(FusibleOperation, Settings, nn.Module):
 
     def extra_repr(self) -> str:
         interleave = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else ""
-        return ", ".join(filter(None, (*[f"{name}={getattr(self, name)}" for name in self._curve], interleave)))
+        cached = "cache_quantized_input=True" if self.cache_quantized_input else ""
+        return ", ".join(filter(None, (*[f"{name}={getattr(self, name)}" for name in self._curve], interleave, cached)))
 
 
 def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
@@ -202,6 +212,9 @@ def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
 class _Plain(Activation):
     """Base class of the activations without settings.
 
+    Args:
+        cache_quantized_input: as in `Activation`.
+
     Example:
         >>> octavo.ops.ReLU()(torch.tensor([-1.0, 0.0, 2.0]))
         tensor([0., 0., 2.])
@@ -209,8 +222,8 @@ class _Plain(Activation):
         tensor([[ 10., 200.]])
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
 
 
 class GELU(_Plain):
@@ -278,6 +291,7 @@ class SwiGLU(Activation):
 
     Args:
         glu_interleave_size: as in `Activation`.
+        cache_quantized_input: as in `Activation`.
 
     Example:
         >>> octavo.ops.SwiGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
@@ -288,8 +302,8 @@ class SwiGLU(Activation):
 
     NAME = "swiglu"
 
-    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
-        super().__init__(glu_interleave_size=glu_interleave_size)
+    def __init__(self, *, glu_interleave_size: int | None = None, cache_quantized_input: bool = False) -> None:
+        super().__init__(glu_interleave_size=glu_interleave_size, cache_quantized_input=cache_quantized_input)
 
 
 class ClampedSwiGLU(Activation):
@@ -302,6 +316,7 @@ class ClampedSwiGLU(Activation):
         alpha: slope of the sigmoid, 1.702 by default.
         glu_linear_offset: the number added to b, 1.0 by default.
         glu_interleave_size: as in `Activation`.
+        cache_quantized_input: as in `Activation`.
 
     Raises:
         UnsupportedConfig: limit is not above 0, a setting is not finite, or glu_interleave_size is below 1.
@@ -321,10 +336,12 @@ class ClampedSwiGLU(Activation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
         glu_interleave_size: int | None = None,
+        cache_quantized_input: bool = False,
     ) -> None:
         super().__init__(
-            glu_interleave_size=glu_interleave_size, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset
-        )
+            glu_interleave_size=glu_interleave_size, cache_quantized_input=cache_quantized_input,
+            limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset,
+        )  # fmt: skip
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "limit" and not value > 0:
@@ -344,6 +361,7 @@ class SiTUGLU(Activation):
         beta1: bound of a in magnitude, 4.0 by default, from 1e-30 to 1e30.
         beta2: bound of b in magnitude, 25.0 by default, from 1e-30 to 1e30.
         glu_interleave_size: as in `Activation`.
+        cache_quantized_input: as in `Activation`.
 
     Raises:
         UnsupportedConfig: a bound is outside its range, or glu_interleave_size is below 1.
@@ -356,8 +374,14 @@ class SiTUGLU(Activation):
     NAME = "situglu"
     FIELDS: ClassVar[dict[str, str]] = {"beta1": "alpha", "beta2": "beta"}
 
-    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
-        super().__init__(glu_interleave_size=glu_interleave_size, beta1=beta1, beta2=beta2)
+    def __init__(
+        self, *, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None,
+        cache_quantized_input: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            glu_interleave_size=glu_interleave_size, cache_quantized_input=cache_quantized_input,
+            beta1=beta1, beta2=beta2,
+        )  # fmt: skip
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name in self.FIELDS and not 1e-30 <= value <= 1e30:  # float32 holds the value and its inverse
@@ -437,7 +461,9 @@ class Bias(FusibleOperation, nn.Module):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.name == "linear" and config.bias_dtype != ""
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
         if has_shape(x):
             self._check(x)
         return stage_of("", x, bias=self.bias)

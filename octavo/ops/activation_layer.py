@@ -33,7 +33,9 @@ class Config(Value):
     drop: float = 0.0
     scales_dtype: str = ""  # empty: no scales
     bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xsb"
+    wants_dx: bool = False
+    wants_ds: bool = False  # of the scales
+    wants_db: bool = False
 
     def validate(self) -> None:
         check_choice(self.name, tuple(ACTIVATIONS), what="activation")
@@ -45,13 +47,17 @@ class Config(Value):
         return ACTIVATIONS[self.name]._replace(interleave=self.interleave, drop=self.drop, **changed)  # type: ignore[arg-type]
 
     @cached_property
+    def has_gradients(self) -> bool:
+        return self.wants_dx or self.wants_ds or self.wants_db
+
+    @cached_property
     def keeps_x(self) -> bool:
         """Whether backward keeps x: for the slope, or for the value that a scale was multiplied by."""
-        return self.grads != "" and (self.function.remembers or "s" in self.grads)
+        return self.has_gradients and (self.function.remembers or self.wants_ds)
 
     @cached_property
     def keeps_scales(self) -> bool:
-        return "x" in self.grads or "b" in self.grads
+        return self.wants_dx or self.wants_db
 
 
 class Inputs(NamedTuple):
@@ -111,14 +117,14 @@ class ActivationLayer(Layer):
         return ForwardResult((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
+        return config.wants_dx, config.wants_ds, config.wants_db, False
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         return Saved(
             inputs.x if config.keeps_x else None,
             inputs.scales if config.keeps_scales else None,
             inputs.bias if config.keeps_x else None,
-            inputs.seed if config.grads else None,
+            inputs.seed if config.has_gradients else None,
         )
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:

@@ -14,7 +14,8 @@ from octavo.values import Value, register
 class Config(Value):
     dtype: str = "float32"  # of x and y
     extra_dtype: str = "float32"
-    grads: str = ""  # which gradients are wanted: letters of "xe"
+    wants_dx: bool = False
+    wants_dextra: bool = False
 
 
 class Inputs(NamedTuple):
@@ -31,7 +32,7 @@ class AddLayer(Layer):
     """Compute x + extra."""
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:
-        wanted = (0 if "x" in config.grads else None, 1 if "e" in config.grads and same(config) else None)
+        wanted = (0 if config.wants_dx else None, 1 if config.wants_dextra and same(config) else None)
         return {i: -1 for i in wanted if i is not None}
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -44,7 +45,7 @@ class AddLayer(Layer):
         return ForwardResult((TensorProto(tuple(x.shape), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, "e" in config.grads
+        return config.wants_dx, config.wants_dextra
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, extra = self.wants(config)

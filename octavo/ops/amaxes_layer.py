@@ -28,7 +28,6 @@ class Config(Value):
     w_row: Quantizer | None = None
     w_column: Quantizer | None = None
     each_column: Quantizer | None = None  # of a dense x, with a scale for each column
-    grads: str = ""  # none
 
     @cached_property
     def pairs(self) -> tuple[QuantizerPair, QuantizerPair]:

@@ -30,9 +30,9 @@ class RotaryFactors(Settings, nn.Module):
         super().__init__()
         self.positions, self.head_width, self.base = positions, head_width, base
         self._register(device)
-        self._settled = True
+        self._settings_complete = True
 
-    def _settle(self) -> None:
+    def _derive_from_settings(self) -> None:
         self._register(self.own.device)
 
     def _register(self, device: torch.device | str | None) -> None:
@@ -164,7 +164,9 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shares)
         return mixed.transpose(1, 2).flatten(-2)
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
         check_input("RotaryAttention", x)
         width = (self.heads + 2 * self.kv_heads) * self.head_width
         if len(x.shape) != 3 or last_dim(x) != width:
@@ -184,7 +186,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
             raise UnsupportedDevice(f"x is on {x.device} and RotaryAttention on {self.own.device}. Move them together.")
         needs = x.requires_grad and torch.is_grad_enabled()
         owns = isinstance(x, Edge) and x.made_by == "linear"
-        key = f"rotary(heads={self.heads},shared={self.kv_heads},owns={owns},grads='{'x' if needs else ''}')"
+        key = f"rotary(heads={self.heads},shared={self.kv_heads},owns={owns},wants_dx={needs})"
         q, k = (
             Edge((batch, length, count, self.head_width), x.dtype, x.device, needs)
             for count in (self.heads, self.kv_heads)

@@ -38,7 +38,7 @@ class Dropout(FusibleOperation, Settings, nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self._settle()
+        self._derive_from_settings()
 
     op_keywords = ("seed",)
     _setting_names = ("p",)
@@ -69,8 +69,8 @@ class Dropout(FusibleOperation, Settings, nn.Module):
             raise UnsupportedConfig(f"p is a probability, from 0 to 1, got {value!r}.")
         return value
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _derive_from_settings(self) -> None:
+        super()._derive_from_settings()
         self._settings = f"drop={float(self.p)!r},"
         self._keeps_all = self.p == 0
 
@@ -84,7 +84,9 @@ class Dropout(FusibleOperation, Settings, nn.Module):
     def op_makes_node(self) -> bool:
         return self.training and not self._keeps_all
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
         check_input("Dropout", x)
         return stage_of(self._settings, x, seed=self._seed(x, kwargs.get("seed")))
 

@@ -17,7 +17,7 @@ from octavo.values import Value, register
 @register("fork")
 class Config(Value):
     leads: bool = False  # it is the first stage: x is an input of the chain
-    grads: str = ""  # "x" if its gradient is wanted
+    wants_dx: bool = False
 
 
 class Inputs(NamedTuple):
@@ -42,14 +42,12 @@ class ForkLayer(Layer):
         return ForwardResult((x, anchor if config.leads else x), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return ("x" in config.grads,)
+        return (config.wants_dx,)
 
     def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
         like = next((g for g in grads if g is not None), None)
         return (
-            TensorProto(tuple(like.shape), like.dtype, like.device)
-            if like is not None and "x" in config.grads
-            else None,
+            TensorProto(tuple(like.shape), like.dtype, like.device) if like is not None and config.wants_dx else None,
         )
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:

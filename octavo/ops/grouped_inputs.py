@@ -10,13 +10,13 @@ from octavo import backend
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
+from octavo.ops.inputs import check_features
 from octavo.ops.operation import Edge
 from octavo.ops.quantized import NO_CODES, XCodes
-from octavo.ops.split_layer import check_features
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import check_values, split
 from octavo.recipes import LinearQuant
-from octavo.values import shown
+from octavo.values import excerpt
 
 
 def splits_on(device: torch.device, splits: Any, number: int, rows: int, name: str = "m_splits") -> Any:
@@ -57,10 +57,10 @@ def _sizes_of(splits: list[Any] | tuple[Any, ...], name: str) -> Tensor:
         sizes = []
     if any([isinstance(size, bool) for size in splits]) or len(sizes) != len(splits):
         raise UnsupportedDtype(
-            f"{name} is a list of integers, got {shown(repr(splits))}. Give one size for each group."
+            f"{name} is a list of integers, got {excerpt(repr(splits))}. Give one size for each group."
         )
     if any([not -(2**63) <= size < 2**63 for size in sizes]):
-        raise UnsupportedShape(f"{name} is a list of numbers of rows, got {shown(repr(splits))}. Count them anew.")
+        raise UnsupportedShape(f"{name} is a list of numbers of rows, got {excerpt(repr(splits))}. Count them anew.")
     return torch.tensor(sizes, device="cpu", dtype=torch.int64)
 
 

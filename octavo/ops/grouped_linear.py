@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_inside_operator
 from octavo.communication.amax_reduction import agree
-from octavo.communication.groups import Group
+from octavo.communication.groups import Group, name_of
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
     SPLIT,
     check_blocks,
+    groups_of_rank,
     local_sizes,
     mark_blocks,
     own_part,
@@ -29,21 +30,22 @@ from octavo.errors import (
     is_whole,
 )
 from octavo.kernels import grouped_gemm
+from octavo.ops.foreign_keywords import refused
 from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
-from octavo.ops.grouped_linear_layer import layer, turns
-from octavo.ops.grouped_linear_layer import unsupported_reason as grouped_unsupported_reason
+from octavo.ops.grouped_linear_layer import layer
 from octavo.ops.grouped_memory import CallersMemory
 from octavo.ops.grouped_parameters import convert_layout, join, joined, register, stacked
-from octavo.ops.inputs import autocast_input, check_input, check_weight
+from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
 from octavo.ops.operation import has_shape
 from octavo.ops.published_codes import refuse_codes
 from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
-from octavo.ops.split_layer import SplitLayer, check_features
+from octavo.ops.split_layer import SplitLayer
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
+from octavo.quant.scale_blocks import are_transposed
 from octavo.recipes import LinearQuant, Recipe
 from octavo.recipes.ambient import ambient
 from octavo.runtime import call_cache
@@ -74,13 +76,16 @@ class GroupedLinear(SplitLayer):
             `weight0`, `weight1`, ... [out, in], for checkpoints and optimizers that expect one for each expert.
         single_grouped_bias: one parameter `bias` [groups, out]. With False: `bias0`, `bias1`, ... [out].
         scale_bias: multiply the bias of each row by a number, `scales` of forward, before it is added.
+        return_bias: return `(y without the bias, bias)`, for a caller that adds the bias of each row's group elsewhere.
+            The bias is the parameter, or a list of them with `single_grouped_bias=False`; None without one.
         delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later.
         fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, as in `octavo.Linear`.
         tail: rows of y and dx after the last group: "zero" writes zeros, "untouched" leaves any values there, which
             saves the write.
         keep_weight_codes: whether forward keeps the weights' column codes for backward, one byte for each weight. With
             False backward makes them again: from the weights, or where a scale covers a weight or 128 x 128 blocks by
-            transposing cached row codes, so that a cache holds row codes alone. More time, less memory.
+            transposing cached row codes, so that a cache holds row codes alone. More time, less memory. None, the
+            default, is as in `octavo.Linear`.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
         parallel_mode: how the weights are split over the ranks of `tp_group`: "column" gives each rank a part of the
@@ -91,10 +96,14 @@ class GroupedLinear(SplitLayer):
             group.
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
             2 before a gated activation.
+        ep_group: the ranks over which the groups are split, equally many on each, rank 0 the first ones: a
+            ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). `num_groups` above is that of the whole
+            layer; the result's, and `m_splits`, are of this rank. The layer sends nothing: what moves rows to their
+            ranks does. None, the default, has all groups here.
 
     Raises:
         UnsupportedShape: `num_groups` is out of range, or the ranks do not divide the features.
-        UnsupportedConfig: `tail` or the recipe is unknown, the layer cannot run in the recipe, or a number of features
+        UnsupportedConfig: `tail` or the recipe is unknown, or a number of features
             is none from 0 up.
 
     Example:
@@ -109,7 +118,10 @@ class GroupedLinear(SplitLayer):
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "grouped-linear"
     TITLE: ClassVar[str] = "GroupedLinear"
+    ep_group: str | None = None  # the ranks that have the other groups
+    return_bias = False
 
+    @refused
     def __init__(
         self,
         num_groups: int,
@@ -123,14 +135,16 @@ class GroupedLinear(SplitLayer):
         single_grouped_weight: bool = True,
         single_grouped_bias: bool = True,
         scale_bias: bool = False,
+        return_bias: bool = False,
         delay_wgrad_compute: bool = False,
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool | str = False,
         tail: str = "zero",
-        keep_weight_codes: bool = True,
+        keep_weight_codes: bool | None = None,
         strict: bool = True,
         parallel_mode: str | None = None,
         tp_group: Group = None,
         column_blocks: int = 1,
+        ep_group: Group = None,
     ) -> None:
         super().__init__()
         check_whole(in_features, what="in_features", least=0)
@@ -140,10 +154,19 @@ class GroupedLinear(SplitLayer):
         check_choice(tail, ("zero", "untouched"), what="GroupedLinear.tail")
         if not is_whole(num_groups) or not 1 <= num_groups <= MAX_GROUPS:
             raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups!r}.")
+        self.ep_group = None if ep_group is None else name_of(ep_group)
+        self._own_groups = range(num_groups) if self.ep_group is None else groups_of_rank(self.ep_group, num_groups)
+        self._all_groups, num_groups = num_groups, len(self._own_groups)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scales_per_operand = num_groups
-        self.tail, self.scale_bias = tail, scale_bias
-        self.keep_weight_codes = keep_weight_codes
+        if return_bias and scale_bias:
+            raise UnsupportedConfig(
+                "GroupedLinear(return_bias=True, scale_bias=True) adds no bias that it could scale. Leave one of them "
+                "out."
+            )
+        self.tail, self.scale_bias, self.return_bias = tail, scale_bias, return_bias
+        self.keep_weight_codes = keep_weight_codes is None or keep_weight_codes
+        self._codes_chosen = keep_weight_codes is not None
         self._weight_names = register(
             self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),
             single_grouped_weight,
@@ -173,16 +196,23 @@ class GroupedLinear(SplitLayer):
         columns, rows = (size, 1) if parallel is not None and parallel.mode == "column" else (1, size)
         bound = 1 / math.sqrt(self.in_features * rows) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
-            for name in names:
-                for part in [getattr(self, name)] if len(names) > 1 else getattr(self, name):
-                    if parallel is None or part.is_meta or (rows > 1 and part.dim() == 1):
-                        nn.init.uniform_(part, -bound, bound)
-                        continue
-                    shape = (part.shape[0] * columns, *[n * rows for n in part.shape[1:]])
-                    whole = torch.empty(shape, dtype=part.dtype, device=part.device).uniform_(-bound, bound)
-                    with torch.no_grad():
-                        part.copy_(own_part(whole, parallel, 0 if columns > 1 else 1))
+            own = [getattr(self, name) for name in names]
+            own = list(own[0]) if len(own) == 1 and names[0] in ("weight", "bias") else own
+            first = self._own_groups.start
+            for group in range(self._all_groups if own else 0):
+                is_own = group in self._own_groups
+                part = own[group - first] if is_own else torch.empty_like(own[0])  # drawn, as on the rank that has it
+                if parallel is None or part.is_meta or (rows > 1 and part.dim() == 1):
+                    nn.init.uniform_(part, -bound, bound)
+                    continue
+                shape = (part.shape[0] * columns, *[n * rows for n in part.shape[1:]])
+                whole = torch.empty(shape, dtype=part.dtype, device=part.device).uniform_(-bound, bound)
+                with torch.no_grad():
+                    part.copy_(own_part(whole, parallel, 0 if columns > 1 else 1))
         self._reset_seed()
+
+    def _scales_of_all_ranks(self) -> tuple[int, int]:
+        return (0, self.num_groups) if self.ep_group is None else (self._own_groups.start, self._all_groups)
 
     # -- parameters, one or many -----------------------------------------------------------------------------------
 
@@ -214,13 +244,8 @@ class GroupedLinear(SplitLayer):
             check_weight("GroupedLinear", parts[0], "its bias")
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
 
-    def _recipe_unsupported_reason(self, recipe: Recipe | None) -> str:
-        return ("" if recipe is None else grouped_unsupported_reason(recipe)) or super()._recipe_unsupported_reason(
-            recipe
-        )
-
     def _caches_columns(self, quant: LinearQuant) -> bool:
-        return self.keep_weight_codes or not turns(quant)
+        return self.keep_weight_codes or not are_transposed(quant.fprop.right, quant.dgrad.right)
 
     def _gemm_route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return grouped_gemm.route(left, right, device)
@@ -239,39 +264,47 @@ class GroupedLinear(SplitLayer):
         return 2 if self.scale_bias and self._bias_names else 1
 
     def why_not_fusible(self, x: Any) -> str:
+        if self.return_bias:
+            return "return_bias=True hands its bias to the caller"
         if self.parallel is not None and self.op_ends_run() and (self._bias_names or self._agrees_on_x()):
             return SPLIT  # the bias of each row's group is added after the sum
         if x.dim() != 2:
             return "x has other than two dims, and a run of grouped layers takes rows"
         return self._why_alone_in_graph() if torch.compiler.is_compiling() else ""
 
-    def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        splits, *scales = extras
+    def op_call(self, x: Any, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        splits, *scales = extra_inputs
         return self(x, splits, scales=scales[0] if scales else None, **kwargs)
 
     def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
         return CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out")).unsupported_reason(self)
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if torch.compiler.is_compiling() or self._unplaced:
             self._materialize_for_call()
         weights = self._weight_parts()
         check_input("GroupedLinear", x, owner=self)
         check_features(x, weights[0], "GroupedLinear", dims=2)
-        splits = splits_on(weights[0].device, extras[0], self.num_groups, x.shape[0])
-        scales = bias_scales(extras[1] if len(extras) > 1 else None, x, self.num_extra_inputs == 2)
+        splits = splits_on(weights[0].device, extra_inputs[0], self.num_groups, x.shape[0])
+        scales = bias_scales(extra_inputs[1] if len(extra_inputs) > 1 else None, x, self.num_extra_inputs == 2)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
         if self.parallel is not None and has_shape(x):
             self._check_parallel(x, weights[0])
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
-        if len(extras) != 1 or type(extras[0]) is not Tensor or not self._is_single or len(self._bias_names) > 1:
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
+        if (
+            self.return_bias
+            or len(extra_inputs) != 1
+            or type(extra_inputs[0]) is not Tensor
+            or not self._is_single
+            or len(self._bias_names) > 1
+        ):
             return None
         weight, bias = self._own_parts(has_bias=len(self._bias_names) > 0)
         if type(weight) is not nn.Parameter or self._bias_names not in ([], ["bias"]):
             return None
-        lookup = self._lookup(needs_dx, weight, bias, extras, self.tail, self.scales_dy_alone)
+        lookup = self._lookup(needs_dx, weight, bias, extra_inputs, self.tail, self.scales_dy_alone)
         return None if lookup is None else lookup._replace(buffers=(*lookup.buffers, None, None))
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -285,7 +318,7 @@ class GroupedLinear(SplitLayer):
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
         dy_codes: GradientCodes | None = None,
-    ) -> Tensor:
+    ) -> "Tensor | tuple[Tensor, Tensor | list[Tensor] | None]":
         """Multiply each group of rows by its own weight.
 
         `out` and `dgrad_out` let the caller provide memory. The layer writes y and dx there without a copy, and leaves
@@ -312,7 +345,8 @@ class GroupedLinear(SplitLayer):
                 instead of casting: see `octavo.quant.GradientCodes`. If that is left empty, backward casts dy.
 
         Returns:
-            y [..., out_features], in the dtype of x or of torch.autocast where that is on.
+            y [..., out_features], in the dtype of x or of torch.autocast where that is on. With `return_bias=True` it
+            is a tuple of y without the bias, and the bias.
 
         Raises:
             UnsupportedShape: x, `m_splits`, `scales` or a buffer has the wrong shape.
@@ -342,7 +376,13 @@ class GroupedLinear(SplitLayer):
             settings, hit = self._looked_up(input, m_splits)  # type: ignore[arg-type]
             if hit is not None:
                 return hit
-        return self._forward(input, m_splits, is_first_microbatch, buffers, scales, settings)
+        made = self._forward(input, m_splits, is_first_microbatch, buffers, scales, settings)
+        return (made, self._bias_of_caller()) if self.return_bias else made
+
+    def _bias_of_caller(self) -> "Tensor | list[Tensor] | None":
+        """Return the bias for a caller that adds it."""
+        own: list[Tensor] = [getattr(self, name) for name in self._bias_names]
+        return own[0] if self._bias_names == ["bias"] else own or None
 
     def _forward(
         self, input: Any, m_splits: Any, is_first_microbatch: Any, buffers: CallersMemory, scales: Any,
@@ -383,7 +423,7 @@ class GroupedLinear(SplitLayer):
         y = tensors[0]
         if parallel is not None and parallel.mode == "row":
             y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
-            if (bias := self._stacked_bias()) is not None:
+            if not self.return_bias and (bias := self._stacked_bias()) is not None:
                 y = (y + bias_of_rows(bias, splits, scales, y)).to(y.dtype)
         y = y if y.dim() == len(shape) else y.view(shape)
         if parallel is not None and parallel.mode == "column":
@@ -396,9 +436,6 @@ class GroupedLinear(SplitLayer):
             bias = getattr(self, self._bias_names[0]) if self._bias_names else None
             self._check_ranks(parallel, rows, weight, bias)
 
-    def _followed(self, recipe: Recipe | None) -> Recipe:
-        return self._allowed(super()._followed(recipe))
-
     def _stage(
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: CallersMemory,
         is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: XCodes = NO_CODES,
@@ -408,10 +445,11 @@ class GroupedLinear(SplitLayer):
         recipe = self._recipe or self._followed(ambient.recipe)
         parallel = None if self.parallel is None else self._split_over_ranks()
         splits_x = parallel is not None and parallel.mode == "row"
-        weight, bias = stacked(weights), None if splits_x else self._stacked_bias()
+        weights = self._operands(recipe, weights)
+        weight, bias = stacked(weights), None if splits_x or self.return_bias else self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
         if buffers.out is not None or buffers.dgrad_out is not None:
-            buffers.check(self, x, grads)
+            buffers.check(self, x, grads.dx)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
         more: dict[str, Any] = {"tail": self.tail, "scales_dy_alone": self.scales_dy_alone}
         if scales is not None:
@@ -421,27 +459,19 @@ class GroupedLinear(SplitLayer):
         all_reduced: Parts = ()
         if parallel is not None:
             values = None if codes.row else x
-            more["all_reduced"], all_reduced = agree(
-                self, parallel, recipe, values, weight, side, grads, as_nodes, splits
-            )
+            of_x, of_w, all_reduced = agree(self, parallel, recipe, values, weight, side, grads.dw, as_nodes, splits)
+            more |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
         key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
-        plain = not (as_nodes or self._is_single or side.weight == "held")
+        plain = not (as_nodes or self._is_single or side.weight == "quantized")
         is_joined = plain and weight.data_ptr() == weights[0].data_ptr()
         unchanged = weights if is_joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
-        weight = weight.detach() if side.elsewhere else weight
+        weight = weight.detach() if side.bypasses_autograd else weight
         return Stage(
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes, all_reduced),
-            (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
-            anchored=side.elsewhere, unchanged=unchanged, out=buffers.out,
+            (*side.buffers, buffers.dgrad_out, buffers.dy_codes), any(grads), self.out_features,
+            writes_in_backward=side.bypasses_autograd, unchanged=unchanged, out=buffers.out,
             after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
         )  # fmt: skip
-
-    # -- its arguments ---------------------------------------------------------------------------------------------
-
-    def _allowed(self, recipe: Recipe) -> Recipe:
-        if why := grouped_unsupported_reason(recipe):
-            raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
-        return recipe
 
     # -- as a module -----------------------------------------------------------------------------------------------
 
@@ -459,7 +489,7 @@ class GroupedLinear(SplitLayer):
 
     def _join(self) -> None:
         """Move the weights of all groups into one allocation, which the layer takes without a copy."""
-        if not self._is_single and not self._codes.held:
+        if not self._is_single and not self._codes.has_quantized_weight:
             join(self._weight_parts())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

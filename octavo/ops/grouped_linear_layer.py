@@ -10,7 +10,7 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +40,8 @@ from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts, QProto, QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
-from octavo.quant.scale_blocks import is_square
+from octavo.quant.scale_blocks import are_transposed
 from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import LinearQuant, Recipe
 from octavo.runtime.contract import DTYPES, ForwardResult, Tensors
 from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
 from octavo.values import register
@@ -62,28 +61,6 @@ class Config(LinearSettings):
     tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
     group_tensors = len(Groups._fields) - 1  # all but the number of rows
-
-    @cached_property
-    def transposes_w(self) -> bool:
-        return self.weight == "codes" and self.recompute_w_columns and turns(self.quant)
-
-
-def turns(quant: LinearQuant) -> bool:
-    """Whether the weight's column codes are its row codes transposed, byte for byte: one quantizer with square
-    blocks, and no rotation along the contraction."""
-    return _are_transposed(quant.fprop.right, quant.dgrad.right)
-
-
-def _are_transposed(row: Quantizer | None, column: Quantizer | None) -> bool:
-    return row is not None and row == column and is_square(row.block) and row.basis == ""
-
-
-def unsupported_reason(recipe: Recipe) -> str:
-    """Return the reason why the layer cannot run in a recipe; empty if it can."""
-    quant = recipe.linear()
-    if any(gemm.mode == "dequantized" for gemm in (quant.fprop, quant.dgrad, quant.wgrad)):
-        return "a backward on dequantized codes has no grouped kernels (backward='quantized' has)"
-    return ""
 
 
 class Inputs(NamedTuple):
@@ -265,7 +242,7 @@ class Ragged(Dense):
         spec, rows = config.quant.wgrad.right, given_rows(config.quant.fprop.left, parts, self.groups, k, dtype)
         if config.quant.wgrad.left is None:
             return rows.dequantize(dtype)[:, :k]
-        if _are_transposed(rows.q.spec, spec):
+        if are_transposed(rows.q.spec, spec):
             return self.transposed(rows)
         column = self.quantize(rows.dequantize(dtype), None, spec, CastArgs())[1]
         assert column is not None
@@ -311,7 +288,7 @@ class GroupedLinearLayer(LinearLayer):
     def out_place(self, config: Config) -> int:
         return Inputs._fields.index("out")
 
-    def returned_elsewhere(self, config: Config) -> dict[int, int]:
+    def gradients_in_buffers(self, config: Config) -> dict[int, int]:
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
@@ -385,7 +362,7 @@ def given_dy(call: Backward, dy: Tensor, codes: GroupedTensor) -> tuple[Tensor, 
         row = given_rows(wants_row, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype).q
     if wants_column is not None and codes.columns is not None and codes.columns.spec == wants_column:
         column = _wider_columns(codes.columns)
-    elif wants_column is not None and _are_transposed(codes.q.spec, wants_column):
+    elif wants_column is not None and are_transposed(codes.q.spec, wants_column):
         rows = given_rows(wants_column, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
         column = transposed(rows).q
     missing = None if row is not None else wants_row, None if column is not None else wants_column

@@ -45,7 +45,7 @@ class CallersMemory(NamedTuple):
                 return f"{layer.op_describe()} does not compile: {why}, {way_out}"
         return ""
 
-    def check(self, layer: Any, x: Tensor, grads: str) -> None:
+    def check(self, layer: Any, x: Tensor, needs_dx: bool) -> None:
         """Check the metadata of memory for y and dx, without reading its values."""
         for name, buffer, width in (
             ("out", self.out, layer.out_features),
@@ -65,7 +65,7 @@ class CallersMemory(NamedTuple):
                     f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}, strides {buffer.stride()}, "
                     f"requires_grad={buffer.requires_grad}. For a buffer that was returned before, pass it detached."
                 )
-        if self.dgrad_out is not None and "x" not in grads:
+        if self.dgrad_out is not None and not needs_dx:
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
     def check_split(self, layer: Any, parallel: Parallel) -> None:

@@ -10,7 +10,8 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.memory import joined_rows
 from octavo.runtime.transforms import refuse_active, refuse_tangents
-from octavo.weights.quantized_weight import QuantizedWeight, linked_anchor
+from octavo.weights.gradient_anchor import linked_anchor
+from octavo.weights.quantized_weight import QuantizedWeight
 
 
 def register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list[str]:

@@ -12,12 +12,14 @@ from octavo._torch.fakes import FakeTensor, FunctionalTensor
 from octavo._torch.functional_collectives import AsyncCollectiveTensor, wait_tensor
 from octavo._torch.tensors import TensorBase, is_dtensor
 from octavo._torch.tracing import while_tracing
-from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.ops.operation import Edge
+from octavo.ops.published_codes import way_to_values
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.qtensor import QTensor
-from octavo.weights.quantized_weight import QuantizedWeight, refuse_codes
+from octavo.weights.quantized_parameters import refuse_codes
+from octavo.weights.quantized_weight import QuantizedWeight
 
 OURS = (QuantizedWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
 DISABLED = (no_torch_function, no_torch_dispatch)
@@ -42,6 +44,13 @@ def values_of(x: Any) -> Any:
     if type(x) is Tensor:
         return x
     return x.dequantize() if isinstance(x, QTensor) else arrived(x)
+
+
+def wanted_gradients(needs_dx: bool, *others: Any) -> tuple[bool, ...]:
+    """Return whether backward may compute dx, and the gradient of each other tensor; None has no gradient."""
+    if not torch.is_grad_enabled():
+        return (False,) * (1 + len(others))
+    return needs_dx, *[t is not None and t.requires_grad for t in others]
 
 
 def numbers(x: Tensor | Edge) -> tuple[int, ...]:
@@ -155,6 +164,38 @@ def check_weight(title: str, weight: Tensor | None, name: str) -> None:
         raise UnsupportedDtype(f"{title} takes a tensor as {name}, got None. Give the layer a parameter there again.")
     if why := strange(weight):
         refuse_strange(title, why, name)
+
+
+def check_features(x: Any, weight: Tensor, title: str = "Linear", bias: Tensor | None = None, dims: int = 1) -> None:
+    """Raise if x (anything with a shape and a device), of so many dims or more, or the bias does not fit the weight. If
+    x has `like`, () is unknown."""
+    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+        check_weight(title, weight, "its weight")
+    if weight.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. "
+            f"{way_to_values(weight.dtype)}"
+        )
+    shape, width = x.shape, weight.shape[-1]
+    if (len(shape) < dims or shape[-1] != width) and (shape or getattr(x, "like", None) is None):
+        sizes = tuple([len(range(n)) for n in shape])  # numbers, even where the compiler uses symbols
+        least = " of two dims or more" if dims == 2 else ""
+        raise UnsupportedShape(
+            f"This {title} takes inputs [..., {width}]{least}, got {sizes}. Check the layer before it, or in_features."
+        )
+    if x.device != weight.device:
+        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
+    if bias is not None:
+        if type(bias) is not nn.Parameter:
+            check_weight("Linear", bias, "its bias")
+        if bias.dtype not in FLOATS:
+            raise UnsupportedDtype(
+                f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. {way_to_values(bias.dtype)}"
+            )
+        if bias.device != weight.device:
+            raise UnsupportedDevice(
+                f"The bias is on {bias.device} and the weight on {weight.device}. Move them together."
+            )
 
 
 def check_layout(title: str, x: Any, name: str = "") -> None:

@@ -30,12 +30,13 @@ from octavo.communication.tensor_parallel import (
 )
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.gemm import spec_route
-from octavo.ops.inputs import autocast_input, check_input, check_weight
+from octavo.ops.foreign_keywords import refused
+from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
 from octavo.ops.linear_layer import layer
 from octavo.ops.operation import has_shape
 from octavo.ops.published_codes import refuse_codes
 from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
-from octavo.ops.split_layer import SplitLayer, check_features
+from octavo.ops.split_layer import SplitLayer
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
@@ -44,7 +45,7 @@ from octavo.recipes.ambient import ambient
 from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, takes_nodes
 from octavo.runtime.call_cache import Lookup
-from octavo.weights.quantized_weight import linked_anchor
+from octavo.weights.gradient_anchor import linked_anchor
 from octavo.weights.unsupported_wgrad import unsupported_in_graph
 
 Flag = bool | Tensor | None  # is_first_microbatch
@@ -67,11 +68,13 @@ class Linear(SplitLayer, nn.Linear):
         return_bias: return `(y without the bias, bias)`, for a caller that adds the bias elsewhere.
         fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, for trainers that accumulate
             gradients there. `weight.grad` then stays None, or receives zeros if the weight has an attribute
-            `grad_added_to_main_grad`.
+            `grad_added_to_main_grad`. With "overwrite_first" a call with `is_first_microbatch=True` has its gradient
+            replace what is there, so that nobody has to zero it.
         delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later, which lets a
             pipeline schedule overlap it with communication.
         keep_weight_codes: keep the codes of the weight that dx needs from forward to backward. With False backward
-            quantizes the weight again: less memory for one more read of the weight.
+            quantizes the weight again: less memory for one more read of the weight. None, the default, is True, and
+            False once `fully_shard` has the weight: the codes would be those of the whole weight.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
         parallel_mode: how the weight is split over the ranks of `tp_group`: "column" gives each rank a part of the
@@ -107,7 +110,9 @@ class Linear(SplitLayer, nn.Linear):
     NAME: ClassVar[str] = "linear"
     TITLE: ClassVar[str] = "Linear"
     return_bias = False
+    bias_by_block = False  # whether a block around the layer returns its bias
 
+    @refused
     def __init__(
         self,
         in_features: int,
@@ -118,9 +123,9 @@ class Linear(SplitLayer, nn.Linear):
         *,
         recipe: str | Recipe | None = None,
         return_bias: bool = False,
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool | str = False,
         delay_wgrad_compute: bool = False,
-        keep_weight_codes: bool = True,
+        keep_weight_codes: bool | None = None,
         strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
@@ -134,7 +139,8 @@ class Linear(SplitLayer, nn.Linear):
         self.parallel = parallel  # read by reset_parameters, which torch's constructor calls
         super().__init__(*sizes, bias, device, dtype)
         self.return_bias = return_bias
-        self.keep_weight_codes = keep_weight_codes
+        self.keep_weight_codes = keep_weight_codes is None or keep_weight_codes
+        self._codes_chosen = keep_weight_codes is not None
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
         number_layer(self)
 
@@ -218,8 +224,10 @@ class Linear(SplitLayer, nn.Linear):
         y = self._run_stage(stage, x, fp8_output, as_nodes)
         return (y, self._own_part("bias")) if self.return_bias else y  # type: ignore[return-value]
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
-        return None if self.return_bias else self._lookup(needs_dx, *self._own_parts(has_bias=True))
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
+        if self.return_bias and not self.bias_by_block:
+            return None
+        return self._lookup(needs_dx, *self._own_parts(has_bias=not self.return_bias))
 
     def _run_stage(self, stage: Stage, x: Any, fp8_output: bool, as_nodes: bool) -> Any:
         """Return y of one call of the layer's node."""
@@ -245,6 +253,7 @@ class Linear(SplitLayer, nn.Linear):
         if weight is None:
             check_weight("Linear", weight, "its weight")
         assert weight is not None
+        (weight,) = self._operands(recipe, (weight,))
         codes = XCodes(_codes_for(recipe, x), columns) if type(x) is QTensor else NO_CODES
         check_features(x, weight, "Linear", bias)
         if fp8_output and recipe.linear().fprop.left is None:
@@ -258,14 +267,16 @@ class Linear(SplitLayer, nn.Linear):
         all_reduced: Parts = ()
         if parallel is not None:
             values = None if codes.row else x
-            more["all_reduced"], all_reduced = agree(self, parallel, recipe, values, weight, side, grads, as_nodes)
+            of_x, of_w, all_reduced = agree(self, parallel, recipe, values, weight, side, grads.dw, as_nodes)
+            more |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
         key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
         width = weight.shape[0]
-        weight = linked_anchor((weight,)) if side.weight == "held" else weight
+        weight = linked_anchor((weight,)) if side.weight == "quantized" else weight
+        weight = weight.detach() if side.bypasses_autograd else weight
         return Stage(
             self.NAME, key,
-            (weight.detach() if side.elsewhere else weight, bias, codes.row, *side.inputs, codes.column, all_reduced),
-            side.buffers, grads != "", width, anchored=side.elsewhere,
+            (weight, bias, codes.row, *side.inputs, codes.column, all_reduced),
+            side.buffers, any(grads), width, writes_in_backward=side.bypasses_autograd,
             after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
         )  # fmt: skip
 
@@ -283,7 +294,7 @@ class Linear(SplitLayer, nn.Linear):
     ) -> Any:
         """Return y of a call with collectives before and after the layer's node. All is checked before anything is
         sent."""
-        where, size, group = self._name_for_collectives(), parallel.size(), parallel.group
+        where, size = self._name_for_collectives(), parallel.size()
         weight, bias = self._own_part("weight"), self._own_part("bias")
         assert weight is not None
         check_features(x, weight)
@@ -315,11 +326,15 @@ class Linear(SplitLayer, nn.Linear):
             mark_blocks(y, parallel)
         else:
             y = self.op_finish(y)
-        if not self.return_bias:
-            return y
-        if bias is not None and not column and parallel.sequence:
-            bias = collectives.copy(bias, group, where)  # each rank adds it to its own rows
-        return y, bias
+        return (y, self._bias_of_caller()) if self.return_bias else y
+
+    def _bias_of_caller(self) -> Tensor | None:
+        """Return the bias for a caller that adds it."""
+        bias, parallel = self._own_part("bias"), self._split_over_ranks()
+        if bias is not None and parallel is not None and parallel.mode == "row" and parallel.sequence:
+            # each rank adds it to its own rows
+            return collectives.copy(bias, parallel.group, self._name_for_collectives())
+        return bias
 
     def _bias_after_sum(self) -> Tensor | None:
         return None if self.return_bias else self._own_part("bias")
@@ -378,18 +393,19 @@ sequence_parallel=True)
                 return SPLIT
             if parallel.mode == "row" and self._agrees_on_x():
                 return SPLIT
-        if self.return_bias:
+        if self.return_bias and not self.bias_by_block:
             return "return_bias=True hands its bias to the caller"
         return self._why_alone_in_graph() if torch.compiler.is_compiling() else ""
 
-    def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    def op_call(self, x: Any, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(x, QTensor):
             recipe = self._recipe or self._followed(ambient.recipe)
             if x.spec != recipe.linear().fprop.left:
                 x = x.dequantize()  # codes of another quantizer: this layer quantizes their values again
-        return self(x, **kwargs)
+        made = self(x, **kwargs)
+        return made[0] if self.return_bias and self.bias_by_block else made
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if kwargs.get("fp8_output"):
             raise UnsupportedConfig(
                 "fp8_output=True is for a Linear that is called by itself: in a Sequential, operations that run "
@@ -417,7 +433,7 @@ sequence_parallel=True)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, {self._repr_of_recipe()}{self._repr_of_weight()}"
-        return text if self.parallel is None else f"{text}, {self.parallel.shown()}"
+        return text if self.parallel is None else f"{text}, {self.parallel.describe()}"
 
 
 def _codes_for(recipe: Recipe, x: QTensor) -> Parts:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.errors import UnsupportedConfig, check_choice
+from octavo.errors import check_choice
 from octavo.quant.quantizer import Quantizer, QuantizerPair
-from octavo.quant.scale_blocks import is_square
+from octavo.quant.scale_blocks import are_transposed, is_square
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, LinearQuant, Recipe
 from octavo.runtime.contract import DTYPES
 from octavo.runtime.deferred_wgrad import dy_buffer_count
-from octavo.scaling import cast_arguments
+from octavo.scaling import delayed_scaling
 from octavo.values import Value, register
 
 
@@ -30,7 +30,7 @@ known_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no comp
 
 _CHOICES = {
     "x": ("plain", "codes"),
-    "weight": ("plain", "codes", "held"),
+    "weight": ("plain", "codes", "quantized"),
     "main_grad": ("", "add", "overwrite"),
     "deferred_wgrad": ("", "queue", "buffers"),
     "tail": ("zero", "untouched"),
@@ -40,7 +40,6 @@ _CHOICES = {
     "bias_dtype": ("", *DTYPES),
     "scales_dtype": ("", *DTYPES),
 }
-_LETTERS = {"grads": "xwbs", "measured": cast_arguments.LETTERS, "all_reduced": "xw"}
 # the form in which an unchanged operand is kept, by the mode of its backward GEMM
 _KEPT = {"quantized": "column", "high_precision": "plain", "dequantized": "row"}
 
@@ -61,12 +60,18 @@ class LinearSettings(Value):
     dtype: str = "float32"  # of y
     weight_dtype: str = "float32"
     bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"; see wants_dx …
+    wants_dx: bool = False
+    wants_dw: bool = False  # returned, in a buffer, or left to `backward_dw()`
+    wants_db: bool = False
+    wants_ds: bool = False  # of the scales of the bias
     x: str = "plain"  # or "codes" of fprop's quantizer; x itself is then the anchor of their gradient, if they have one
     x_has_columns: bool = False  # these codes come with the columns that dw needs
-    weight: str = "plain"  # or "codes", passed besides the weight; or "held": a quantized weight, only codes
+    weight: str = "plain"  # or "codes", passed besides the weight; or "quantized": a quantized weight, only codes
+    w_has_columns: bool = True  # such codes come with the columns that dx needs
     observe: bool = False  # delayed: running amaxes of x and w are raised in place, and in backward that of dy
-    measured: str = ""  # delayed: letters of "xwd" (d is dy): uncalibrated ones, scaled by their own amax until a step
+    measures_x: bool = False  # delayed: x is uncalibrated, and scaled by its own amax until a step
+    measures_w: bool = False
+    measures_dy: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     # dw is left to `backward_dw()`: backward puts its operands into a "queue", or in a graph into "buffers" that
@@ -74,7 +79,8 @@ class LinearSettings(Value):
     deferred_wgrad: str = ""
     x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
     recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
-    all_reduced: str = ""  # letters of "xw": their amaxes are given, row's and column's each; they are all-reduced
+    x_all_reduced: bool = False  # x's amaxes are given, row's and column's, all-reduced
+    w_all_reduced: bool = False
 
     # settings that only one of the two layers has, as the other one has them
     quantize_output = False
@@ -88,8 +94,6 @@ class LinearSettings(Value):
             value = getattr(self, field.name)
             if field.name in _CHOICES:
                 check_choice(value, _CHOICES[field.name], what=field.name)
-            elif field.name in _LETTERS and not set(value) <= set(_LETTERS[field.name]):
-                raise UnsupportedConfig(f"{field.name} takes letters of {_LETTERS[field.name]!r}, got {value!r}.")
 
     @cached_property
     def quant(self) -> LinearQuant:
@@ -104,34 +108,6 @@ class LinearSettings(Value):
     @cached_property
     def y_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
-
-    # -- the letters, by name ------------------------------------------------------------------------------------------
-
-    @cached_property
-    def wants_dx(self) -> bool:
-        return "x" in self.grads
-
-    @cached_property
-    def wants_dw(self) -> bool:
-        """Whether dw is wanted: returned, in a buffer, or left to `backward_dw()`."""
-        return "w" in self.grads
-
-    @cached_property
-    def wants_db(self) -> bool:
-        return "b" in self.grads
-
-    @cached_property
-    def wants_ds(self) -> bool:
-        """Whether the gradient of the bias' scales is wanted."""
-        return "s" in self.grads
-
-    @cached_property
-    def is_x_calibrated(self) -> bool:
-        return "x" not in self.measured
-
-    @cached_property
-    def is_dy_calibrated(self) -> bool:
-        return "d" not in self.measured
 
     # -- operands that backward keeps ----------------------------------------------------------------------------------
 
@@ -154,24 +130,22 @@ class LinearSettings(Value):
     @cached_property
     def kept_w(self) -> str:
         """The form in which backward needs w: "" (not at all), "plain", "row", "column"; "again": the weight itself, to
-        make its column codes once more; or "transposed": cached row codes, to be transposed."""
+        make its column codes once more; or "transposed": row codes, to be transposed. Row codes that are not
+        transposed are dequantized: a second rounding would add to the first."""
         if not self.wants_dx:
             return ""
         mode = self.quant.dgrad.mode
         if mode != "quantized":
-            return "row" if self.weight == "held" else _KEPT[mode]
-        return "again" if self.makes_w_again else "transposed" if self.transposes_w else "column"
+            return "row" if self.weight == "quantized" else _KEPT[mode]
+        if self.weight != "plain" and not self.w_has_columns:
+            return "transposed" if are_transposed(self.quant.fprop.right, self.quant.dgrad.right) else "row"
+        return "again" if self.makes_w_again else "column"
 
     @cached_property
     def makes_w_again(self) -> bool:
         """Whether backward makes the weight's column codes from the weight, rather than keep them. In the first step of
         delayed scaling, forward's inverse scale is not at hand."""
-        return self.recompute_w_columns and self.weight == "plain" and "w" not in self.measured
-
-    @cached_property
-    def transposes_w(self) -> bool:
-        """Whether backward transposes the weight's cached row codes, rather than keep column codes."""
-        return False
+        return self.recompute_w_columns and self.weight == "plain" and not self.measures_w
 
     @cached_property
     def made_x(self) -> str:
@@ -228,21 +202,18 @@ class LinearSettings(Value):
     def dy_pair(self) -> QuantizerPair:
         """The quantizers with which backward casts dy."""
         return (
-            self.quant.dgrad.left if self.wants_dx else None,
+            self.quant.dgrad.left if self.wants_dx and self.kept_w != "row" else None,
             self.quant.wgrad.left if self.wants_dw and self.wgrad_mode == "quantized" else None,
         )
 
     @cached_property
     def x_cast(self) -> OperandCast:
-        return OperandCast(self.x_pair, self.x_scaling, self._all_reduced_part("x"))
+        return OperandCast(self.x_pair, self.x_scaling, slice(0, 2 if self.x_all_reduced else 0))
 
     @cached_property
     def w_cast(self) -> OperandCast:
-        return OperandCast(self.w_pair, self.w_scaling, self._all_reduced_part("w"))
-
-    def _all_reduced_part(self, letter: str) -> slice:
-        at = 2 * self.all_reduced.find(letter)
-        return slice(0) if at < 0 else slice(at, at + 2)
+        first = 2 if self.x_all_reduced else 0
+        return OperandCast(self.w_pair, self.w_scaling, slice(first, first + 2 if self.w_all_reduced else first))
 
     @cached_property
     def is_stochastic(self) -> bool:
@@ -253,16 +224,18 @@ class LinearSettings(Value):
 
     @cached_property
     def x_scaling(self) -> slice:
-        return cast_arguments.part_of(cast_arguments.X, self.measured)
+        return delayed_scaling.part_of(delayed_scaling.X, self.measures_x)
 
     @cached_property
     def w_scaling(self) -> slice:
-        return cast_arguments.part_of(cast_arguments.W, self.measured)
+        return delayed_scaling.part_of(delayed_scaling.W, self.measures_w)
 
     @cached_property
     def dy_scaling(self) -> slice:
         """dy's part of `Inputs.scaling`; empty if backward does not cast dy."""
-        return slice(0) if self.dy_pair == (None, None) else cast_arguments.part_of(cast_arguments.DY, self.measured)
+        if self.dy_pair == (None, None):
+            return slice(0)
+        return delayed_scaling.part_of(delayed_scaling.DY, self.measures_dy)
 
     # -- the weight gradient -------------------------------------------------------------------------------------------
 
@@ -278,12 +251,12 @@ class LinearSettings(Value):
 
     @cached_property
     def output_parts(self) -> int:
-        """The number of tensors of a quantized y, the first of the extras."""
+        """The number of tensors of a quantized y, the first of the auxiliary outputs."""
         return self.quant.parts if self.quantize_output else 0
 
     @cached_property
     def dy_buffer_auxiliary(self) -> slice:
-        """The places of dy's buffers among the extras."""
+        """The places of dy's buffers among the auxiliary outputs."""
         return slice(self.output_parts, self.output_parts + self.dy_buffers)
 
     @cached_property
@@ -321,11 +294,11 @@ class Config(LinearSettings):
     def keeps_x_amax(self) -> bool:
         if self.x_columns != "backward" or not self.casts_x or not self.wants_dw or self.kept_x:
             return False
-        return "x" not in self.all_reduced and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
+        return not self.x_all_reduced and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
 
     @cached_property
     def keeps_w_amax(self) -> bool:
-        if self.kept_w != "again" or "w" in self.all_reduced:
+        if self.kept_w != "again" or self.w_all_reduced:
             return False
         return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
 
@@ -339,4 +312,5 @@ class Config(LinearSettings):
         saved operand at all."""
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
         nothing = self.wants_dw and not self.kept_x and not self.kept_w
-        return nothing or (packed and "row" in (self.kept_x, self.kept_w))
+        rows = self.kept_x == "row" or self.kept_w in ("row", "transposed")
+        return nothing or (packed and rows)

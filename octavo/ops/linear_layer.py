@@ -33,9 +33,9 @@ from octavo.ops.matmul import (
 from octavo.ops.operands import DENSE, WHOLE, Backward, Dense, Intermediates, Operands, Pair, Saved
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto
-from octavo.runtime.contract import DTYPES, ForwardResult, Tensors, WeightCast, WeightLayer
+from octavo.runtime.contract import DTYPES, Deferral, ForwardResult, Tensors, WeightCast, WeightLayer
 from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
-from octavo.scaling.cast_arguments import RunningAmaxes, W, X, cast_args
+from octavo.scaling.delayed_scaling import RunningAmaxes, W, X, cast_args
 
 
 class Inputs(NamedTuple):
@@ -159,6 +159,14 @@ class LinearLayer(WeightLayer):
         wanted = self.gradients(config.wants_dx, config.returns_dw, config.wants_db, config.wants_ds)
         return tuple([bool(one) for one in wanted])
 
+    def has_backward(self, config: Any) -> bool:
+        return any((config.wants_dx, config.wants_dw, config.wants_db, config.wants_ds))
+
+    def deferrable_gradients(self, config: Any) -> dict[int, Deferral]:
+        mail, target = (self.Buffers._fields.index(name) for name in ("mail", "main_grad"))
+        defers = config.wants_dw and not config.deferred_wgrad
+        return {self.Inputs._fields.index("weight"): Deferral(mail, target)} if defers else {}
+
     def abstract_gradients(self, config: Any, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         kept = Saved._make(saved)
         lead = () if kept.start is None else (kept.start.shape[0] - 1,)
@@ -243,7 +251,7 @@ class LinearLayer(WeightLayer):
 
     def keeps_state(self, config: Any) -> bool:
         states = config.main_grad, config.observe, config.deferred_wgrad, config.is_stochastic
-        return any(states) or config.weight == "held"
+        return any(states) or config.weight == "quantized"
 
     def fills(self, config: Any) -> bool:
         return bool(config.dy_buffers)

@@ -47,7 +47,7 @@ from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.runtime.contract import DTYPES, ForwardResult
 from octavo.runtime.deferred_wgrad import abstract_dy_buffers, unfilled_dy_buffers
 from octavo.runtime.gradient_targets import LazyTarget, Target, Writes, advance
-from octavo.scaling.cast_arguments import RunningAmaxes, X, cast_args
+from octavo.scaling.delayed_scaling import RunningAmaxes, X, cast_args
 
 NO_CODES: Pair = (None, None)
 NO_PARTS = (None, None, None)
@@ -229,8 +229,8 @@ def weight_values(
 
 
 def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | None = None) -> Tensor | None:
-    """Compute dw, or if it is deferred leave its operands in the queue or in the buffers and return None; then advance
-    the random counter. If column codes are given, only dy's shape is used."""
+    """Compute dw, or if it is deferred, or a later pass takes it, leave its operands in the mail or in the buffers and
+    return None; then advance the random counter. If column codes are given, only dy's shape is used."""
     config, kept, buffers, writes, rows = call
     dw: Tensor | None = None
     if config.wants_dw and config.dy_buffers:
@@ -243,7 +243,7 @@ def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | 
         if right is None:
             right = x_operand(config, rows, kept[X_PARTS], k, math.prod(dy.shape[:-1]), dy.dtype)
         operands = Operands(left, right, rows, (*rows.lead, dy.shape[-1], right.shape[0] if k is None else k))
-        if config.deferred_wgrad:
+        if buffers.mail is not None:
             call.write(buffers.mail.put, config, *operands)
         else:
             dw = weight_gradient(config, operands, buffers.main_grad, writes)
@@ -279,7 +279,7 @@ def weight_gradient(
     if writes is None:
         _store(config, target, rows, out, prepared)
     else:
-        writes.put_off(_store, config, target, rows, out, prepared)
+        writes.defer(_store, config, target, rows, out, prepared)
     return torch.zeros(shape, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
 
 

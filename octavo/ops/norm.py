@@ -22,7 +22,8 @@ from octavo.errors import (
     check_not_negative,
 )
 from octavo.formats import FLOATS
-from octavo.ops.inputs import check_input, check_weight, numbers, values_of
+from octavo.ops.foreign_keywords import refused
+from octavo.ops.inputs import check_input, check_weight, numbers, values_of, wanted_gradients
 from octavo.ops.norm_layer import Config
 from octavo.ops.operation import Edge, FusibleOperation, has_shape
 from octavo.ops.settings import Settings
@@ -50,7 +51,7 @@ class _Norm(FusibleOperation, Settings, nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self._settle()
+        self._derive_from_settings()
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "eps":
@@ -67,8 +68,8 @@ class _Norm(FusibleOperation, Settings, nn.Module):
             )
         return shape
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _derive_from_settings(self) -> None:
+        super()._derive_from_settings()
         self._settings = (
             f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={self.zero_centered_gamma},"
             f"dims={len(self.normalized_shape) or 1},"
@@ -91,25 +92,22 @@ class _Norm(FusibleOperation, Settings, nn.Module):
         y: Tensor = self.op_run(values_of(input))
         return y
 
-    def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
-        """Return the letters of the gradients to compute, and the config's key."""
-        grads = ""
-        if torch.is_grad_enabled():
-            grads = (
-                ("x" if needs_dx else "")
-                + ("w" if weight is not None and weight.requires_grad else "")
-                + ("b" if bias is not None and bias.requires_grad else "")
-            )
-        return grads, (
+    def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[bool, str]:
+        """Return whether the call needs a gradient, and the config's key."""
+        dx, dw, db = wanted_gradients(needs_dx, weight, bias)
+        return dx or dw or db, (
             f"{self._settings}weight_dtype='{'' if weight is None else DTYPE_NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',grads='{grads}')"
+            f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',"
+            f"wants_dx={dx},wants_dw={dw},wants_db={db})"
         )
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.kind == cls.KIND
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
         check_input(type(self).__name__, x, owner=self)
         weight, bias = self.weight, self.bias
         if has_shape(x):
@@ -120,10 +118,10 @@ class _Norm(FusibleOperation, Settings, nn.Module):
             if self.sums_gradients:
                 name = type(self).__name__
                 weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
-        grads, key = self._said(x.requires_grad, weight, bias)
-        return Stage("norm", key, (weight, bias), (), grads != "")
+        needs, key = self._said(x.requires_grad, weight, bias)
+        return Stage("norm", key, (weight, bias), (), needs)
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
         if self.shared_by is not None:
             return None
         own: list[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
@@ -178,6 +176,7 @@ class _Norm(FusibleOperation, Settings, nn.Module):
 class _Affine(_Norm):
     """A norm with a weight, and perhaps a bias, of shape `normalized_shape`."""
 
+    @refused
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -255,6 +254,7 @@ class RMSNorm(_Affine):
 
     KIND = "rms"
 
+    @refused
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -288,5 +288,6 @@ class L2Normalization(_Norm):
 
     KIND = "l2"
 
+    @refused
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__(eps)

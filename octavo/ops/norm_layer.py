@@ -31,7 +31,9 @@ class Config(Value):
     dims: int = 1  # how many trailing dims of x make a row
     weight_dtype: str = ""  # empty: no weight
     bias_dtype: str = ""
-    grads: str = ""  # which gradients are wanted: letters of "xwb"
+    wants_dx: bool = False
+    wants_dw: bool = False
+    wants_db: bool = False
 
     def validate(self) -> None:
         check_choice(self.kind, KINDS, what="norm")
@@ -44,7 +46,7 @@ class Config(Value):
     @cached_property
     def keeps(self) -> bool:
         """Whether backward keeps x and the statistics of its rows."""
-        return "x" in self.grads or "w" in self.grads
+        return self.wants_dx or self.wants_dw
 
 
 class Inputs(NamedTuple):
@@ -92,10 +94,10 @@ class NormLayer(Layer):
         return ForwardResult((TensorProto(shape, x.dtype, x.device),), (), intermediates)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, "w" in config.grads, "b" in config.grads
+        return config.wants_dx, config.wants_dw, config.wants_db
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        weight = inputs.weight if "x" in config.grads else None
+        weight = inputs.weight if config.wants_dx else None
         return Saved(inputs.x if config.keeps else None, weight, *made.intermediates)
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:

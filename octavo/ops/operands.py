@@ -121,7 +121,7 @@ class Backward(NamedTuple):
         if self.writes is None:
             function(*arguments)
         else:
-            self.writes.put_off(function, *arguments)
+            self.writes.defer(function, *arguments)
 
     def seed(self) -> Tensor | None:
         """Return the random counter from which a cast of dy draws; None if none does."""

@@ -11,7 +11,8 @@ from octavo.runtime.call import Stage, call, takes_nodes
 from octavo.runtime.call_cache import Lookup
 from octavo.text import plural
 from octavo.values import Value
-from octavo.weights.quantized_weight import QuantizedWeight, refuse_codes
+from octavo.weights.quantized_parameters import refuse_codes
+from octavo.weights.quantized_weight import QuantizedWeight
 
 
 class Edge(NamedTuple):
@@ -167,11 +168,11 @@ class FusibleOperation(NoTorchScript):
         """Whether a call of this operation by itself is a graph node rather than plain torch."""
         return not self.op_is_legacy
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         """Return this operation's stage for a call with x, which is a tensor, or an Edge inside a run."""
         raise NotImplementedError
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
         """Return a call without keywords as the call cache finds it, without a check: its settings are all that
         `op_stage` and `why_not_fusible` read, but for the layout of tensors and x's own shape. `needs_dx` says whether
         x takes a gradient. None if the cache is not to be asked, as where the call joins no run."""
@@ -192,14 +193,14 @@ class FusibleOperation(NoTorchScript):
         """Whether backward needs Python objects, which a custom operator cannot take."""
         return False
 
-    def op_run(self, x: Any, *extras: Any, **kwargs: Any) -> Any:
+    def op_run(self, x: Any, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run this operation alone and return y."""
         as_nodes = takes_nodes([self])
-        return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes)[0]
+        return call(self.op_stage(x, extra_inputs, kwargs, as_nodes), x, as_nodes)[0]
 
-    def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    def op_call(self, x: Any, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Call this operation by itself, as a module."""
-        return self(x, *extras, **kwargs)  # type: ignore[operator]
+        return self(x, *extra_inputs, **kwargs)  # type: ignore[operator]
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -208,12 +209,13 @@ class FusibleOperation(NoTorchScript):
 
     # -- channels --------------------------------------------------------------------------------------------------
 
-    def set_extra_input_channel(self, index: int, name: str) -> Self:
+    def set_extra_input_channel(self, index: int, name: str | None) -> Self:
         """Read an extra input from a channel of the Sequential, not from the caller.
 
         Args:
             index: which of the operation's extra inputs, from 0.
-            name: the channel, which an operation before this one fills.
+            name: the channel, which an operation before this one fills. None takes the extra input from the caller
+                again.
 
         Returns:
             This operation.
@@ -224,15 +226,16 @@ class FusibleOperation(NoTorchScript):
             ValueError: the name is empty.
         """
         self._check_channel(index, name, self.num_extra_inputs, "input")
-        self._channels("_input_channels")[index] = Channel(name)
+        self._set_channel("_input_channels", index, name)
         return self
 
-    def set_extra_output_channel(self, index: int, name: str, output_to_caller: bool = True) -> Self:
+    def set_extra_output_channel(self, index: int, name: str | None, output_to_caller: bool = True) -> Self:
         """Send an extra output to a channel of the Sequential, from which later operations take it.
 
         Args:
             index: which of the operation's extra outputs, from 0.
-            name: the channel. Only one operation of a Sequential may fill it; any number may read it.
+            name: the channel. Only one operation of a Sequential may fill it; any number may read it. None gives the
+                extra output to the caller alone again.
             output_to_caller: whether the caller of the Sequential gets the extra output too.
 
         Returns:
@@ -243,22 +246,34 @@ class FusibleOperation(NoTorchScript):
             IndexError: the operation has no such extra output.
             ValueError: the name is empty.
             TypeError: output_to_caller is no bool.
+            UnsupportedConfig: there is no channel, and output_to_caller is False: nobody would get the output.
         """
         self._check_channel(index, name, self.num_extra_outputs, "output")
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller is True or False, got {output_to_caller!r}.")
-        self._channels("_output_channels")[index] = Channel(name, output_to_caller)
+        if name is None and not output_to_caller:
+            raise UnsupportedConfig(
+                f"Extra output {index} of {type(self).__name__} has no channel, and the caller is not to get it "
+                "either. Name a channel, or leave output_to_caller True."
+            )
+        self._set_channel("_output_channels", index, name, output_to_caller)
         return self
 
-    def _check_channel(self, index: int, name: str, count: int, what: str) -> None:
+    def _set_channel(self, which: str, index: int, name: str | None, output_to_caller: bool = True) -> None:
+        if name is None:
+            self._channels(which).pop(index, None)
+        else:
+            self._channels(which)[index] = Channel(name, output_to_caller)
+
+    def _check_channel(self, index: int, name: str | None, count: int, what: str) -> None:
         if self.__dict__.get("_channels_locked"):
             raise RuntimeError(
                 f"{type(self).__name__} is in a Sequential, which has resolved its channels. Name them before."
             )
         if not 0 <= index < count:
             raise IndexError(f"{type(self).__name__} has {plural(count, f'extra {what}')}, got index {index}.")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"A channel's name is a string that is not empty, got {name!r}.")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ValueError(f"A channel's name is a string that is not empty, or None for no channel, got {name!r}.")
 
     def _channels(self, which: str) -> dict[int, Channel]:
         found: dict[int, Channel] = self.__dict__.setdefault(which, {})

@@ -21,11 +21,11 @@ class _RowOperation(FusibleOperation, nn.Module):
 
     op_is_elementwise = True
 
-    def _call_lookup(self, needs_dx: bool, extras: tuple[Any, ...]) -> Lookup | None:
-        if not all([type(t) is Tensor for t in extras]):
+    def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
+        if not all([type(t) is Tensor for t in extra_inputs]):
             return None
-        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extras]))
-        return Lookup((type(self).__name__, torch.is_grad_enabled()), list(extras), (), needs)
+        needs = torch.is_grad_enabled() and (needs_dx or any([t.requires_grad for t in extra_inputs]))
+        return Lookup((type(self).__name__, torch.is_grad_enabled()), list(extra_inputs), (), needs)
 
 
 class Permute(_RowOperation):
@@ -38,13 +38,13 @@ class Permute(_RowOperation):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, permute_layer.Config)
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Permute", x)
-        positions, assignments = extras
-        grads = "x" if x.requires_grad else ""
-        y = Edge((assignments.shape[0], x.shape[-1]), x.dtype, x.device, grads != "")
-        key = "permute(tail='untouched',grads='" + grads + "')"
-        return Stage("permute", key, (positions, assignments), (), grads != "", outputs=(y,))
+        positions, assignments = extra_inputs
+        needs = x.requires_grad
+        y = Edge((assignments.shape[0], x.shape[-1]), x.dtype, x.device, needs)
+        key = f"permute(tail='untouched',wants_dx={needs})"
+        return Stage("permute", key, (positions, assignments), (), needs, outputs=(y,))
 
     def forward(self, input: Tensor, positions: Tensor, assignments: Tensor) -> Tensor:
         y: Tensor = self.op_run(input, positions, assignments)
@@ -61,13 +61,13 @@ class Unpermute(_RowOperation):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, unpermute_layer.Config)
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Unpermute", x)
-        positions, assignments, probs = extras
-        grads = ("x" if x.requires_grad else "") + ("p" if probs.requires_grad else "")
-        y = Edge((*positions.shape[:-1], x.shape[-1]), x.dtype, x.device, grads != "")
-        key = "unpermute(tail='untouched',grads='" + grads + "')"
-        return Stage("unpermute", key, (positions, assignments, probs, None), (), grads != "", outputs=(y,))
+        positions, assignments, probs = extra_inputs
+        dx, dprobs = x.requires_grad, probs.requires_grad
+        y = Edge((*positions.shape[:-1], x.shape[-1]), x.dtype, x.device, dx or dprobs)
+        key = f"unpermute(tail='untouched',wants_dx={dx},wants_dprobs={dprobs})"
+        return Stage("unpermute", key, (positions, assignments, probs, None), (), dx or dprobs, outputs=(y,))
 
     def forward(self, input: Tensor, positions: Tensor, assignments: Tensor, probs: Tensor) -> Tensor:
         y: Tensor = self.op_run(input, positions, assignments, probs)

@@ -19,7 +19,7 @@ from octavo.values import Value, register
 @register("permute")
 class Config(Value):
     tail: str = "zero"  # rows after the last expert; or "untouched": whatever is there
-    grads: str = ""  # "x" if its gradient is wanted
+    wants_dx: bool = False
     keeps_x: bool = False  # for a fused backward that reads x again
 
     def validate(self) -> None:
@@ -56,13 +56,13 @@ class PermuteLayer(Layer):
         return ForwardResult((rows,), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        return Saved(inputs.positions if config.grads else None, inputs.x if config.keeps_x else None)
+        return Saved(inputs.positions if config.wants_dx else None, inputs.x if config.keeps_x else None)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, False, False
+        return config.wants_dx, False, False
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        if not config.grads:
+        if not config.wants_dx:
             return None, None, None
         return TensorProto((*saved[0].shape[:-1], dy.shape[1]), dy.dtype, dy.device), None, None
 

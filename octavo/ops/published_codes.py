@@ -40,7 +40,8 @@ def unsupported_codes_reason(module: nn.Module, names: Iterable[str], own_forwar
         if are_codes(dtype) or (scales and own_forward):
             listed = f" ({', '.join(scales)})" if scales else ""
             return (
-                f"its {name} is {dtype}: {RULE}{listed}. Load the model dequantized (transformers: "
+                f"its {name} is {dtype}: {RULE}{listed}. Build the model without codes, and fill it with "
+                "octavo.load_fp8(model, folder), or load it dequantized (transformers: "
                 "quantization_config=FineGrainedFP8Config(dequantize=True))"
             )
     return ""
@@ -56,8 +57,9 @@ def refuse_codes(module: nn.Module, names: Sequence[str], state: Mapping[str, An
         if are_codes(dtype):
             listed = ", ".join(scales) or "this state dict has none"
             raise UnsupportedDtype(
-                f"{prefix}{name} of this state dict is {dtype}: {RULE} ({listed}). Dequantize it before "
-                f"load_state_dict: {_dequantization(state, prefix + name, scales)}."
+                f"{prefix}{name} of this state dict is {dtype}: {RULE} ({listed}). Load the folder "
+                f"with octavo.load_fp8(model, folder), which keeps the codes, or dequantize it before load_state_dict: "
+                f"{_dequantization(state, prefix + name, scales)}."
             )
         if scales:
             raise UnsupportedDtype(

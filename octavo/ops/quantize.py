@@ -81,7 +81,7 @@ class Quantize(FusibleOperation, Settings, nn.Module):
         seed = torch.randint(0, 2**62, (2,), device=x.device, dtype=torch.int64) if is_stochastic else None
         key = (
             f"rounding(spec={'None' if spec is None else spec.key},"
-            f"back={'None' if back is None or not needs else back.key},grads='{'x' if needs else ''}')"
+            f"back={'None' if back is None or not needs else back.key},wants_dx={needs})"
         )
         anchor, *parts = call(Stage("rounding", key, (seed,), (), needs), x, takes_nodes())
         if spec is None:

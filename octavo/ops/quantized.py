@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.fakes import runs_on_shapes
+from octavo._torch.modules import note_full_sharding
 from octavo._torch.tracing import Untraced
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear_config import call_key
-from octavo.ops.recipe_state import SEED as SEED
+from octavo.ops.recipe_state import OVERWRITE_FIRST, RecipeState
 from octavo.ops.recipe_state import UNQUANTIZED as UNQUANTIZED
-from octavo.ops.recipe_state import RecipeState
 from octavo.ops.recipe_state import unsupported_dtype_reason as unsupported_dtype_reason
+from octavo.ops.rounding_seed import SEED as SEED
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
@@ -30,26 +31,31 @@ from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, call, run_hit
 from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
-from octavo.scaling.delayed_scaling import BUFFER_NAMES
+from octavo.runtime.stage import Wanted
+from octavo.scaling.delayed_scaling import BUFFER_NAMES, Measured
 from octavo.values import Value
-from octavo.weights.quantized_weight import QuantizedWeight, parameter
+from octavo.weights.quantized_parameters import parameter, with_values
+from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.unsupported_wgrad import refuse_shards, unsupported_in_graph
 
 DY_AMAX = BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
 
 
+NONE_WANTED, NONE_MEASURED = Wanted(), Measured()
+
+
 class WeightSide(NamedTuple):
     """The weight's part in one call of a layer."""
 
-    weight: str  # "plain", "codes" or "held"; this and the next five are fields of the layer's config
+    weight: str  # "plain", "codes" or "quantized"; this and the next five are in the layer's config
     observe: bool
-    measured: str
+    measured: Measured
     main_grad: str
     dummy_grad: bool
     deferred_wgrad: str
     inputs: tuple[Parts, ...]  # its codes by row and by column, delayed scaling's inverse scales, running amaxes
     buffers: tuple[Any, ...]  # the buffers that backward writes to
-    elsewhere: bool  # its gradient does not go through autograd
+    bypasses_autograd: bool  # its gradient does not go through autograd
     has_auxiliary: bool  # the call returns tensors for the layer besides y
 
 
@@ -70,8 +76,11 @@ class Quantized(RecipeState):
     NAME: ClassVar[str]  # its name in the registry
     TITLE: ClassVar[str]  # its name in errors
     keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
+    _codes_chosen = False  # whether the program has chosen keep_weight_codes
     keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     parallel: Parallel | None = None  # how the weight is split over ranks
+    _sharded: Any = None  # a WeightSource, if FSDP2 gathers the weight as codes
+    amax_group: str | None = None  # the ranks that agree on its amaxes, in place of the group of a step
     _ranks_checked = False  # whether the ranks were found to call the layer alike
     _number: tuple[tuple[str, str], int] | None = None  # among the split layers of its kind
 
@@ -107,6 +116,19 @@ class Quantized(RecipeState):
         for name, old, part in zip(names, own, parts, strict=True):
             new = parameter(part, old) if isinstance(part, QuantizedWeight) else nn.Parameter(part, old.requires_grad)
             self.register_parameter(name, new)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. One that is codes takes the place of a weight, and of its cache."""
+        super().register_parameter(name, param)
+        if isinstance(param, QuantizedWeight) and "_codes" in self.__dict__ and name in self._names_of_weights():
+            self._codes.drop(self)
+            self._codes.has_quantized_weight = True
+
+    def _operands(self, recipe: Recipe, weights: Sequence[Any]) -> Sequence[Any]:
+        """Return weights as a call in this recipe multiplies them: values of codes that it would not multiply."""
+        if not self._codes.has_quantized_weight or recipe.linear().quantizes_weight:
+            return weights
+        return [with_values(weight) if isinstance(weight, QuantizedWeight) else weight for weight in weights]
 
     def _own_part(self, name: str) -> Tensor | None:
         """Return a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
@@ -196,9 +218,13 @@ class Quantized(RecipeState):
     def _materialize_for_call(self) -> None:
         """Place the state of the recipe beside the weight, before the first call after one of them moved."""
         if torch.compiler.is_compiling():
-            self._now("_materialize_with_weight")
+            self._now("_materialize_in_graph")
         elif self._unplaced:
             self._materialize_with_weight()
+
+    def _materialize_in_graph(self) -> None:
+        process.has_traced = True
+        self._materialize_with_weight()
 
     def _lookup(
         self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None, more: tuple[Tensor, ...] = (), *settings: Any
@@ -206,13 +232,13 @@ class Quantized(RecipeState):
         """Return a call with plain tensors as the call cache finds it. `more` are inputs after the bias, `settings`
         those of the subclass. None where something else takes part: codes of the weight, scales that are measured, a
         gradient of the weight that does not go through autograd, other ranks, a run on shapes."""
-        if weight is None or self._unplaced:
+        if weight is None or self._unplaced or type(weight) is QuantizedWeight:
             return None
         recipe, enabled = self._recipe or self._followed(ambient.recipe), torch.is_grad_enabled()
         codes, scaling = self._codes, self._scaling
         if (
-            ambient.first is not None or codes.ambient or codes.held or scaling.uncalibrated or process.dry
-            or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+            ambient.first is not None or codes.ambient or codes.has_quantized_weight or scaling.uncalibrated
+            or process.dry or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
             or (self.parallel is not None and self._split_over_ranks() is not None)
         ):  # fmt: skip
             return None
@@ -237,11 +263,11 @@ class Quantized(RecipeState):
         if lookup.observes:
             self._scaling.watch(self, lookup.tensors[0])
 
-    def _looked_up(self, x: Any, *extras: Tensor) -> tuple[tuple[Any, ...] | None, Tensor | None]:
+    def _looked_up(self, x: Any, *extra_inputs: Tensor) -> tuple[tuple[Any, ...] | None, Tensor | None]:
         """Return y of a call that is a hit of the call cache. Of another call: the settings by which a later one may
         be a hit; None if there are none. For an x that is a plain tensor on a device of `call_cache.DEVICES`, outside
         of graphs."""
-        lookup = self._call_lookup(x.requires_grad, extras)
+        lookup = self._call_lookup(x.requires_grad, extra_inputs)
         if lookup is None:
             return None, None
         settings, tensors = (x.shape, x.requires_grad, *lookup.settings), [x, *lookup.tensors]
@@ -258,7 +284,7 @@ class Quantized(RecipeState):
         return call(stage, x, as_nodes, self, shape)
 
     def _weight_side(
-        self, recipe: Recipe, weights: Sequence[Tensor], grads: str, first: bool | Tensor | None, as_nodes: bool,
+        self, recipe: Recipe, weights: Sequence[Tensor], grads: Wanted, first: bool | Tensor | None, as_nodes: bool,
         has_codes: bool = False,
     ) -> WeightSide:  # fmt: skip
         """Return the weight's part in a call. `has_codes`: x arrived as codes."""
@@ -268,28 +294,41 @@ class Quantized(RecipeState):
         if observe and not as_nodes:  # a graph would guard on the counts
             scaling.watch(self, weights[0])
         kind = self._codes.supply(self, recipe, weights, first, grads, observe, dry)
-        measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.uncalibrated else ""
+        measured = NONE_MEASURED
+        if recipe.stateful and scaling.uncalibrated:
+            measured = scaling.measures(not has_codes, kind == "plain", grads.dx or grads.dw)
         main_grad, dummy, delay = "", False, ""
-        if "w" in grads and not dry and self.fuse_wgrad_accumulation:
+        if grads.dw and not dry and self.fuse_wgrad_accumulation:
             main_grad, dummy = self._wgrad.main_grad(self)
-        if "w" in grads and not dry and self.delay_wgrad_compute:
+            if self.fuse_wgrad_accumulation == OVERWRITE_FIRST and self._is_first(first):
+                main_grad = "overwrite"
+        if grads.dw and not dry and self.delay_wgrad_compute:
             self._refuse_parametrized("delay_wgrad_compute=True")
             # a graph's forward leaves operands before any backward, and one in eval mode may never have one
             delay = "queue" if not as_nodes else "buffers" if self.training else ""
         row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
-        scales, amaxes = scaling.of_call(self, measured, observe) if recipe.stateful else ((), ())
+        scales, amaxes = scaling.of_call(self, measured != NONE_MEASURED, observe) if recipe.stateful else ((), ())
         return WeightSide(
             kind, observe, measured, main_grad, dummy, delay, (row, column, scales, amaxes),
-            self._written(grads, observe, main_grad, delay, as_nodes),
+            self._written(any(grads), observe, main_grad, delay, as_nodes),
             # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
             delay == "buffers",
         )  # fmt: skip
 
-    def _written(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
+    def _is_first(self, first: bool | Tensor | None) -> bool:
+        """Whether a call says that it is of the first microbatch."""
+        if isinstance(first, Tensor):
+            raise UnsupportedConfig(
+                f"{self.op_describe()}: fuse_wgrad_accumulation={OVERWRITE_FIRST!r} decides on the host if dw replaces "
+                "main_grad, and is_first_microbatch is a tensor. Pass a bool, or zero main_grad and write True."
+            )
+        return first is True
+
+    def _written(self, needs: bool, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """Return the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
         target: Any = () if as_nodes else None
-        if not grads:
+        if not needs:
             return target, None, None, None
         amax, box = self._hidden._buffers[DY_AMAX] if observe else None, None
         if main_grad or delay:
@@ -298,16 +337,23 @@ class Quantized(RecipeState):
         return target, amax, seed.clone() if process.dry and seed is not None else seed, box
 
     def _config_key(
-        self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: str, side: WeightSide, codes: XCodes,
-        **settings: Any,
+        self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: Wanted, side: WeightSide,
+        codes: XCodes, **settings: Any,
     ) -> str:  # fmt: skip
         """Return the string of a call's config."""
         settings |= {
-            "weight": side.weight, "observe": side.observe, "measured": side.measured, "main_grad": side.main_grad,
-            "dummy_grad": side.dummy_grad, "deferred_wgrad": side.deferred_wgrad, "grads": grads,
+            "weight": side.weight, "observe": side.observe, "main_grad": side.main_grad, "dummy_grad": side.dummy_grad,
+            "deferred_wgrad": side.deferred_wgrad, "wants_dx": grads.dx, "wants_dw": grads.dw, "wants_db": grads.db,
             "dtype": DTYPE_NAMES[x.dtype], "weight_dtype": DTYPE_NAMES[weight.dtype],
             "recompute_w_columns": not self.keep_weight_codes,
         }  # fmt: skip
+        if side.weight != "plain" and grads.dx and not side.inputs[1] and recipe.linear().dgrad.right is not None:
+            settings["w_has_columns"] = False
+        if grads.ds:
+            settings["wants_ds"] = True
+        if side.measured != NONE_MEASURED:
+            measured = side.measured
+            settings |= {"measures_x": measured.x, "measures_w": measured.w, "measures_dy": measured.dy}
         if bias is not None:
             settings["bias_dtype"] = DTYPE_NAMES[bias.dtype]
         if codes.row:
@@ -375,19 +421,19 @@ class Quantized(RecipeState):
     # -- weights that are codes ----------------------------------------------------------------------------------------
 
     def _check_holdable(self) -> None:
-        """Raise if the weight cannot be held as codes: it is parametrized or sharded, or the recipe of the codes
+        """Raise if the weight cannot be stored as codes: it is parametrized or sharded, or the recipe of the codes
         changes at a step."""
         if self._schedule is not None:
             raise UnsupportedConfig(
-                f"{self.op_describe()} changes its recipe at step {self._schedule.changes[-1][0]}, and a weight held "
+                f"{self.op_describe()} changes its recipe at step {self._schedule.changes[-1][0]}, and a weight stored "
                 "as codes keeps its recipe. Hold it after that step, or use a policy without from_step."
             )
         self._refuse_parametrized("A weight that is codes")
         refuse_shards(self._weight_parts(), "A weight that is codes")
 
-    def _hold_codes(self, trainable: bool = False) -> None:
-        """Keep the weight only as codes of this layer's recipe, in both orientations."""
-        self._codes.hold(self, trainable)
+    def _hold_codes(self, trainable: bool = False, keep_columns: bool = False) -> None:
+        """Keep the weight only as codes of this layer's recipe."""
+        self._codes.hold(self, trainable, keep_columns)
 
     def _release_codes(self) -> None:
         """Replace codes by a weight with the dequantized values."""
@@ -395,7 +441,7 @@ class Quantized(RecipeState):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._codes.held:
+        if self._codes.has_quantized_weight:
             names, values = self._names_of_weights(), self._codes.values(self)
             for name, part in zip(names, [values] if len(names) == 1 else values.unbind(), strict=True):
                 destination[prefix + name] = part
@@ -405,7 +451,7 @@ class Quantized(RecipeState):
         keys = [prefix + name for name in self._names_of_weights()]
         loaded, own = [state_dict.get(key) for key in keys], self._weight_parts()
         fits = all([part is not None and part.shape == p.shape for part, p in zip(loaded, own, strict=True)])
-        if self._codes.held and fits:
+        if self._codes.has_quantized_weight and fits:
             self._codes.load(self, loaded, assign=rest[0].get("assign_to_params_buffers", False))
             # torch's own loading then finds the weights already loaded
             state_dict = {**state_dict, **{k: p.detach() for k, p in zip(keys, self._weight_parts(), strict=True)}}
@@ -416,7 +462,7 @@ class Quantized(RecipeState):
         return f"recipe={recipe}"
 
     def _repr_of_weight(self) -> str:
-        return ", weight that is codes" if self._codes.held else ""
+        return ", weight that is codes" if self._codes.has_quantized_weight else ""
 
 
 @lru_cache(maxsize=4096)
@@ -434,13 +480,21 @@ def _forward_outside(module: Quantized, why: str, *arguments: Any) -> Any:
 outside = Untraced(_forward_outside, "octavo: this layer cannot be part of a graph")
 
 
-def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:
-    """Return the letters of the gradients that backward may compute; `x` says whether x requires one."""
+def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> Wanted:
+    """Return the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
-        return ""
-    return (
-        ("x" if x else "")
-        + ("w" if any([weight.requires_grad for weight in weights]) else "")
-        + ("b" if bias is not None and bias.requires_grad else "")
-        + ("s" if scales is not None and scales.requires_grad else "")
-    )
+        return NONE_WANTED
+    return Wanted(
+        x, any([weight.requires_grad for weight in weights]), bias is not None and bias.requires_grad,
+        scales is not None and scales.requires_grad,
+    )  # fmt: skip
+
+
+def _keep_no_codes(module: nn.Module) -> None:
+    """Have backward quantize a weight again that FSDP2 gathers for it anyway: kept codes are those of a whole weight,
+    of which each rank has a part."""
+    if isinstance(module, Quantized) and module.keep_weight_codes and not module._codes_chosen:
+        module.keep_weight_codes = False
+
+
+note_full_sharding(_keep_no_codes)

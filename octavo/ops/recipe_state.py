@@ -5,8 +5,6 @@ memory (`octavo.scaling.delayed_scaling`) and the counter of stochastic rounding
 when a call first runs in an ambient recipe, and materialized once a weight has left the meta device.
 """
 
-import ctypes
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +14,14 @@ from torch import Tensor, nn
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.tracing import while_tracing
-from octavo.errors import UnsupportedConfig, warn
+from octavo.communication.groups import note_split
+from octavo.errors import UnsupportedConfig, check_choice, warn
 from octavo.formats import FLOATS
+from octavo.ops import rounding_seed
 from octavo.ops.hidden_buffers import HiddenBuffers
 from octavo.ops.operation import FusibleOperation
 from octavo.ops.published_codes import RULE, are_codes
+from octavo.ops.rounding_seed import SEED, seed_of
 from octavo.ops.schedule import STEP, RecipeSchedule
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
@@ -28,12 +29,14 @@ from octavo.recipes.ambient import ambient, quantized_init
 from octavo.scaling import delayed_scaling as scaling
 from octavo.scaling.saved_state import ROUNDING
 from octavo.weights import optimizer_hooks
-from octavo.weights.quantized_weight import QuantizedWeight, moved
+from octavo.weights.quantized_parameters import moved
+from octavo.weights.quantized_weight import QuantizedWeight
+from octavo.weights.saved_codes import restore_codes
 from octavo.weights.weight_codes import WeightCodes
 from octavo.weights.wgrad_delivery import WeightGradient
 
 UNQUANTIZED = BF16()
-SEED = "rounding_seed"
+OVERWRITE_FIRST = "overwrite_first"  # a setting of fuse_wgrad_accumulation
 
 
 def unsupported_dtype_reason(dtype: torch.dtype) -> str:
@@ -53,14 +56,19 @@ class RecipeState(FusibleOperation, nn.Module):
     scaling's memory, `_wgrad` the weight's gradient where it is not `.grad` alone."""
 
     scales_per_operand = 1  # delayed scaling's inverse scales for each of x, w, dy
-    fuse_wgrad_accumulation: bool
+    fuse_wgrad_accumulation: bool | str
     delay_wgrad_compute: bool
     strict: bool
     _hidden: HiddenBuffers
     _codes: WeightCodes
     _scaling: scaling.DelayedScaling
     _wgrad: WeightGradient
+    _seed_bits = 0  # of the seed of rounding that this rank has flipped
     _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
+
+    def _scales_of_all_ranks(self) -> tuple[int, int]:
+        """Return where this rank's scales of an operand are among those of all ranks, and how many those are."""
+        return 0, self.scales_per_operand
 
     def _names_of_weights(self) -> list[str]:
         """Return the names of the parameters that form the weight."""
@@ -79,12 +87,14 @@ class RecipeState(FusibleOperation, nn.Module):
     def _set_up(
         self,
         recipe: str | Recipe | None,
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool | str = False,
         delay_wgrad_compute: bool = False,
         strict: bool = True,
         path: str = "",
     ) -> None:
         """Set the settings, and make the buffers that the recipe needs."""
+        allowed = (False, True, OVERWRITE_FIRST)
+        check_choice(fuse_wgrad_accumulation, allowed, what=f"{type(self).__name__}.fuse_wgrad_accumulation")
         optimizer_hooks.listen(self)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -100,8 +110,10 @@ class RecipeState(FusibleOperation, nn.Module):
         self._follows = False  # whether the layer ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # loaded state whose buffers do not exist yet
         self._on_meta = False  # whether state is on the meta device, until the weight leaves it
-        self._unplaced = False  # whether a call has yet to check that hidden buffers are on the weight's device
-        self._seed = _seed_of(self, path)
+        self._unplaced = (
+            True  # whether a call has yet to come, and to check that hidden buffers are on the weight's device
+        )
+        self._seed = seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
         if ambient.init is not None:
             self._init_codes(ambient.init)
@@ -115,7 +127,7 @@ class RecipeState(FusibleOperation, nn.Module):
         weights = self._weight_parts()
         keeps = block.preserve_high_precision and not weights[0].is_meta
         values = [weight.detach().to("cpu", copy=True) for weight in weights] if keeps else []
-        self._codes.hold(self, trainable=True)
+        self._codes.hold(self, trainable=True, keep_columns=block.keep_columns)
         for weight, initial in zip(self._weight_parts(), values, strict=False):
             weight.high_precision_init = initial  # type: ignore[attr-defined]
 
@@ -130,7 +142,8 @@ class RecipeState(FusibleOperation, nn.Module):
             "_path", "_warned", "_unplaced",
         ):  # fmt: skip
             del self.__dict__[name]
-        self.__dict__.pop("_schedule", None)
+        for name in ("_schedule", "_seed_bits"):
+            self.__dict__.pop(name, None)
 
     def _lose_recipe(self) -> None:
         """Drop the recipe and its state; the layer follows `octavo.autocast` again."""
@@ -186,8 +199,9 @@ class RecipeState(FusibleOperation, nn.Module):
     def _recipe_unsupported_reason(self, recipe: Recipe | None) -> str:
         """Return why this layer cannot use a recipe; empty if it can."""
         weight: Any = self._weight_parts()[0]
-        if recipe is not None and isinstance(weight, QuantizedWeight) and recipe.key != weight.kind.recipe:
-            return f"its weight is held as codes of {weight.kind.recipe}"
+        codes = weight.kind.recipe if isinstance(weight, QuantizedWeight) else ""
+        if recipe is not None and codes and recipe.key != codes and recipe.linear().quantizes_weight:
+            return f"its weight is stored as codes of {codes}"
         if why := unsupported_dtype_reason(self._weight_parts()[0].dtype):
             return why
         return self._scaling.unsupported_reason(recipe) if recipe is not None and recipe.stateful else ""
@@ -214,10 +228,10 @@ class RecipeState(FusibleOperation, nn.Module):
                 if is_stochastic:
                     seed = torch.tensor([self._seed, 0], device=weight.device, dtype=torch.int64)
                     self._hidden.put(SEED, seed)
+                    self._seed_bits = 0
             self._on_meta = any(buffer.is_meta for _, buffer in self._state())
             self._unplaced = True
-        if self._pending:
-            self._pending = self._load_recipe_state(self._pending)
+        self._load_pending()
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """Return the ambient recipe, or the unquantized one, for a layer without its own, and prepare its buffers."""
@@ -252,6 +266,7 @@ class RecipeState(FusibleOperation, nn.Module):
         """Materialize the state, and move hidden buffers to the device of a weight that was moved without them:
         `fully_shard` moves parameters to its mesh one by one, and `load_state_dict(..., assign=True)` replaces them."""
         self._materialize()
+        rounding_seed.follow_replica(self)
         self._unplaced = self._on_meta
         device = self._place()
         stay = [t.is_meta or _is_fake(t) or t.device == device for t in self._hidden.buffers()]
@@ -279,16 +294,17 @@ class RecipeState(FusibleOperation, nn.Module):
     def _reset_seed(self) -> None:
         """Derive the seed of rounding again, after the parameters were initialised again."""
         if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
-            self._seed = _seed_of(self, "")
+            self._seed = seed_of(self, "")
             if (seed := self._hidden._buffers.get(SEED)) is not None:
                 seed.copy_(torch.tensor([self._seed, 0], device="cpu", dtype=torch.int64))
+                self._seed_bits, self._unplaced = 0, True
 
     def _recipe_state(self) -> dict[str, Tensor]:
         """Return copies of the recipe state: delayed scaling's memory, the counter of stochastic rounding."""
         self._materialize()
         state = self._scaling.export(self)
         if (seed := self._hidden._buffers.get(SEED)) is not None:
-            state[ROUNDING] = seed.clone()
+            state[ROUNDING] = rounding_seed.exported(self, seed)
         if self._schedule is not None:
             state[STEP] = self._schedule.export()
         return state
@@ -305,10 +321,16 @@ class RecipeState(FusibleOperation, nn.Module):
         count = len(rest)
         self._scaling.restore(self, rest)
         if (seed := self._hidden._buffers.get(SEED)) is not None and ROUNDING in rest:
-            seed.copy_(rest.pop(ROUNDING))
+            rounding_seed.load(self, seed, rest.pop(ROUNDING))
         if len(rest) < count:
             self._scaling.recall(self)
+        restore_codes(self, rest)
         return rest
+
+    def _load_pending(self) -> None:
+        """Load what has waited for buffers, or for memory of the weight."""
+        if self._pending:
+            self._pending = self._load_recipe_state(self._pending)
 
     def _pending_state(self) -> dict[str, Tensor]:
         """Return copies of the loaded state whose buffers do not exist yet."""
@@ -326,31 +348,35 @@ class RecipeState(FusibleOperation, nn.Module):
         """Make a copy, or a layer from a file, hear the steps of optimizers."""
         self._unplaced = True
         optimizer_hooks.listen(self)
+        if getattr(self, "parallel", None) is not None:
+            note_split(self)
         if self._scaling.recipe is not None:
             scaling.listen(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RecipeState":
         """Apply `fn`. Hidden buffers follow the module's device."""
-        if not self._codes.held:
+        if not self._codes.has_quantized_weight:
             self._codes.drop(self)
         self._scaling.forget_views()
         done: dict[int, Tensor] = {}
-        held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, QuantizedWeight)}
-        self._parameters.update(dict.fromkeys(held))  # already moved: hide them from nn.Module
+        quantized = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, QuantizedWeight)}
+        self._parameters.update(dict.fromkeys(quantized))  # already moved: hide them from nn.Module
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._parameters.update(held)
+        self._parameters.update(quantized)
         self._hidden.follow(fn)
         self._unplaced = True
         on_meta = self._on_meta
         self._on_meta = any(buffer.is_meta for _, buffer in self._state())
         if (on_meta or self._on_meta) and self._place().type != "meta":
             self._reset_state()
+        self._load_pending()
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Load, then move recipe state to the weight's device, which changes if a loaded weight is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
         self._materialize_with_weight()
+        self._load_pending()
         self._unplaced = True  # FSDP may keep the weight elsewhere than calls have it
         if any(prefix + name in state_dict for name in self._names_of_weights()):
             self._weights_loaded()
@@ -379,12 +405,3 @@ class RecipeState(FusibleOperation, nn.Module):
 
 def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
-
-
-def _seed_of(module: Any, path: str) -> int:
-    """Return the seed of stochastic rounding: a hash of torch's generator state, the layer's path and its sizes.
-    It draws no random numbers, so parameters and dropout are the same as without it."""
-    generator = torch.get_rng_state()
-    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real bytes, even under fake tensors
-    shape = f"{module.out_features}x{module.in_features}"
-    return state << 30 | zlib.crc32(f"{path} {shape}".encode("utf-8", "surrogatepass")) >> 2

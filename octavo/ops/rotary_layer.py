@@ -19,7 +19,7 @@ class Config(Value):
     heads: int = 1  # of q
     shared: int = 1  # of k and of v
     owns: bool = False  # whether no other tensor shares x's memory, so that v may be a view of it
-    grads: str = ""  # "x" if its gradient is wanted
+    wants_dx: bool = False
 
 
 class Inputs(NamedTuple):
@@ -57,14 +57,14 @@ class RotaryLayer(Layer):
         return ForwardResult((q, k, v), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        return Saved(inputs.own, inputs.other) if config.grads else Saved(None, None)
+        return Saved(inputs.own, inputs.other) if config.wants_dx else Saved(None, None)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, False, False
+        return config.wants_dx, False, False
 
     def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
         like = next((g for g in grads if g is not None), None)
-        if like is None or "x" not in config.grads:
+        if like is None or not config.wants_dx:
             return None, None, None
         return TensorProto(shape_of_dx(config, like), like.dtype, like.device), None, None
 

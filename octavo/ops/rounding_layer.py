@@ -16,7 +16,7 @@ from octavo.values import Value, register
 class Config(Value):
     spec: Quantizer | None = None  # of x
     back: Quantizer | None = None  # of dy, which comes out as values again
-    grads: str = ""  # "x" if its gradient is wanted
+    wants_dx: bool = False
 
     @cached_property
     def parts(self) -> int:
@@ -43,7 +43,7 @@ class RoundingLayer(Layer):
         return all(spec is None or spec.shipped for spec in (config.spec, config.back))
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:
-        return {0: -1} if config.back is None and "x" in config.grads else {}
+        return {0: -1} if config.back is None and config.wants_dx else {}
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
@@ -60,13 +60,13 @@ class RoundingLayer(Layer):
         return ForwardResult((anchor,), parts, ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, False
+        return config.wants_dx, False
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        return Saved(inputs.seed if config.grads else None)
+        return Saved(inputs.seed if config.wants_dx else None)
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None), None
+        return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if config.wants_dx else None), None
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         dy = grads[0]

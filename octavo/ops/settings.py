@@ -8,24 +8,24 @@ class Settings:
 
     The values are made when an attribute is set, not in each call. A key is a string for another reason too: a compiler
     guards on it, where it may turn a float attribute into a symbol. A constructor sets the attributes of
-    `_setting_names` and then calls `_settle`.
+    `_setting_names` and then calls `_derive_from_settings`.
     """
 
     _setting_names: tuple[str, ...] = ()
-    _settled = False  # whether the constructor has set all settings
+    _settings_complete = False  # whether the constructor has set all settings
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._setting_names:
             super().__setattr__(name, value)
             return
         super().__setattr__(name, self._checked_setting(name, value))
-        if self._settled:
-            self._settle()
+        if self._settings_complete:
+            self._derive_from_settings()
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         """Return a setting's value as it is kept; raise if it has no meaning, and the old value stays."""
         return value
 
-    def _settle(self) -> None:
+    def _derive_from_settings(self) -> None:
         """Make what follows from the settings."""
-        self._settled = True
+        self._settings_complete = True

@@ -1,5 +1,5 @@
 """The cast of a rank's own tokens, before their codes are gathered: x by row, and where dw needs it by column. Codes
-are extras, y is an empty tensor, and there is no gradient: the caller's collective has it.
+are auxiliary outputs, y is an empty tensor, and there is no gradient: the caller's collective has it.
 
 The scale of a whole tensor follows from all-reduced amaxes, or from a delayed inverse scale. The scales of
 columns (fp8-rowwise), one for all tokens of a feature, are agreed on in the same way: `columns` has their amaxes.
@@ -18,7 +18,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.recipes import BF16, Recipe
 from octavo.runtime.contract import ForwardResult, Layer
-from octavo.scaling.cast_arguments import RunningAmaxes, X, cast_args, part_of
+from octavo.scaling.delayed_scaling import RunningAmaxes, X, cast_args, part_of
 from octavo.values import Value, register
 
 
@@ -27,8 +27,7 @@ class Config(Value):
     recipe: Recipe = BF16()
     has_columns: bool = False  # whether x's column codes are made too
     observe: bool = False  # delayed: the running amax of x is raised
-    measured: str = ""  # delayed: "x" until a step has seen one
-    grads: str = ""  # of x, none
+    measures_x: bool = False  # delayed: until a step has seen an amax of x
 
     @cached_property
     def pair(self) -> QuantizerPair:
@@ -71,7 +70,7 @@ class ShardCastLayer(Layer):
             first, _ = quantize_pair(x, row, None, CastArgs())
             _, second = quantize_pair(x, None, column, CastArgs(amax=(None, number_of(inputs.columns[0]))))
         else:
-            part = inputs.scaling[part_of(X, config.measured)]
+            part = inputs.scaling[part_of(X, config.measures_x)]
             if inputs.all_reduced:
                 arguments = all_reduced_cast(config.recipe, config.pair, part, inputs.all_reduced, amaxes.x)
             else:

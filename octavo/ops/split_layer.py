@@ -3,17 +3,14 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.communication import collectives
 from octavo.communication.all_reduced_amaxes import scales_whole
 from octavo.communication.amax_reduction import all_reduced_weight
 from octavo.communication.rank_checks import check_ranks
 from octavo.communication.tensor_parallel import Parallel, summed_gradient
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.formats import FLOATS
-from octavo.ops.inputs import check_weight
-from octavo.ops.published_codes import way_to_values
+from octavo.errors import UnsupportedConfig
 from octavo.ops.quantized import Quantized
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
@@ -96,40 +93,8 @@ class SplitLayer(Quantized):
                 "layer with parallel_mode='column' (LayerNormMLP with set_parallel_mode=True), or use a Linear for "
                 "each block."
             )
-        if self._codes.held:
+        if self._codes.has_quantized_weight:
             raise UnsupportedConfig(
                 f"{what} splits weights, and {self.op_describe()} has a weight that is codes. Split it first, or "
                 "octavo.revert(model)."
-            )
-
-
-def check_features(x: Any, weight: Tensor, title: str = "Linear", bias: Tensor | None = None, dims: int = 1) -> None:
-    """Raise if x (anything with a shape and a device), of so many dims or more, or the bias does not fit the weight. If
-    x has `like`, () is unknown."""
-    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
-        check_weight(title, weight, "its weight")
-    if weight.dtype not in FLOATS:
-        raise UnsupportedDtype(
-            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. "
-            f"{way_to_values(weight.dtype)}"
-        )
-    shape, width = x.shape, weight.shape[-1]
-    if (len(shape) < dims or shape[-1] != width) and (shape or getattr(x, "like", None) is None):
-        sizes = tuple([len(range(n)) for n in shape])  # numbers, even where the compiler uses symbols
-        least = " of two dims or more" if dims == 2 else ""
-        raise UnsupportedShape(
-            f"This {title} takes inputs [..., {width}]{least}, got {sizes}. Check the layer before it, or in_features."
-        )
-    if x.device != weight.device:
-        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
-    if bias is not None:
-        if type(bias) is not nn.Parameter:
-            check_weight("Linear", bias, "its bias")
-        if bias.dtype not in FLOATS:
-            raise UnsupportedDtype(
-                f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. {way_to_values(bias.dtype)}"
-            )
-        if bias.device != weight.device:
-            raise UnsupportedDevice(
-                f"The bias is on {bias.device} and the weight on {weight.device}. Move them together."
             )

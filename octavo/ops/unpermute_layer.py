@@ -25,7 +25,8 @@ from octavo.values import Value, register
 @register("unpermute")
 class Config(Value):
     tail: str = "zero"  # gradients of rows after the last expert; or "untouched": whatever is there
-    grads: str = ""  # which gradients are wanted: letters of "xp"
+    wants_dx: bool = False
+    wants_dprobs: bool = False
     keeps_rows: bool = True  # for the gradient of the probabilities, unless a fused backward has it otherwise
 
     def validate(self) -> None:
@@ -61,13 +62,13 @@ class UnpermuteLayer(Layer):
         return ForwardResult((y,), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        if not config.grads:
+        if not (config.wants_dx or config.wants_dprobs):
             return Saved(None, None, None, None, None)
-        rows = inputs.x if "p" in config.grads and config.keeps_rows else None
+        rows = inputs.x if config.wants_dprobs and config.keeps_rows else None
         return Saved(rows, inputs.positions, inputs.assignments, inputs.probs, inputs.experts)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        return "x" in config.grads, False, False, "p" in config.grads, False
+        return config.wants_dx, False, False, config.wants_dprobs, False
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         _, _, assignments, probs, _ = saved
@@ -86,7 +87,7 @@ class UnpermuteLayer(Layer):
             return (None,) * len(Inputs._fields)
         drows, dprobs = permute.combine_backward(
             matrix(dy), kept.rows, assignments_of(kept), kept.assignments, _matrix(kept.probs), config.tail == "zero",
-            "x" in config.grads,
+            config.wants_dx,
         )  # fmt: skip
         if dprobs is not None and kept.probs is not None:
             dprobs = unsafe_view(dprobs, tuple(kept.probs.shape))

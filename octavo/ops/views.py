@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.ops import fork_layer
 from octavo.ops.add_layer import Config
-from octavo.ops.inputs import check_input, numbers, values_of
+from octavo.ops.inputs import check_input, numbers, values_of, wanted_gradients
 from octavo.ops.operation import Edge, FusibleOperation
 from octavo.ops.settings import Settings
 from octavo.quant import QTensor
@@ -117,7 +117,7 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
     def __init__(self, *, in_place: bool = False, source: str | None = None) -> None:
         super().__init__()
         self.in_place = in_place
-        self._settle()
+        self._derive_from_settings()
         if source is not None:
             self.set_extra_input_channel(0, source)
 
@@ -130,8 +130,8 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
             )
         return value
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _derive_from_settings(self) -> None:
+        super()._derive_from_settings()
         self.op_writes_extra = self.in_place
 
     def forward(self, input: Tensor | QTensor, extra: Tensor | QTensor) -> Tensor:
@@ -184,14 +184,14 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
     def op_makes_node(self) -> bool:
         return not self.in_place
 
-    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        extra = values_of(extras[0])
+    def op_stage(
+        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
+    ) -> Stage:
+        extra = values_of(extra_inputs[0])
         self._check(x, extra)
-        grads = ""
-        if torch.is_grad_enabled():
-            grads = ("x" if x.requires_grad else "") + ("e" if extra.requires_grad else "")
-        key = f"add(dtype='{DTYPE_NAMES[x.dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
-        return Stage("add", key, (extra,), (), grads != "")
+        dx, dextra = wanted_gradients(x.requires_grad, extra)
+        dtypes = f"dtype='{DTYPE_NAMES[x.dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}'"
+        return Stage("add", f"add({dtypes},wants_dx={dx},wants_dextra={dextra})", (extra,), (), dx or dextra)
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
@@ -246,8 +246,8 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
     def op_makes_node(self) -> bool:
         return False
 
-    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        key = f"fork(leads={x.leads},grads='{'x' if x.requires_grad else ''}')"
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        key = f"fork(leads={x.leads},wants_dx={x.requires_grad})"
         y = x._replace(leads=False, made_by="")
         return Stage("fork", key, (), (), x.requires_grad, outputs=(y, y))
 

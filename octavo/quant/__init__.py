@@ -19,6 +19,7 @@ from octavo.quant import grouped_cast as _grouped_cast  # noqa: F401  # a loaded
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
+from octavo.quant.grouped_codes import bytes_as_rows, rows_as_bytes
 from octavo.quant.mx import MX
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.proto import TensorProto
@@ -42,7 +43,9 @@ __all__ = [
     "Rowwise",
     "TensorProto",
     "Tensorwise",
+    "bytes_as_rows",
     "register",
+    "rows_as_bytes",
 ]
 
 

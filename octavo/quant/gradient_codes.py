@@ -17,17 +17,17 @@ class GradientCodes:
     Example:
         >>> class Combine(torch.autograd.Function):
         ...     @staticmethod
-        ...     def forward(ctx, y, sizes, slot):
-        ...         ctx.sizes, ctx.slot = sizes, slot
+        ...     def forward(ctx, y, sizes, dy_codes):
+        ...         ctx.sizes, ctx.dy_codes = sizes, dy_codes
         ...         return y.clone()
         ...
         ...     @staticmethod
         ...     def backward(ctx, dy):
         ...         sent = octavo.quant.Block1D().quantize_groups(dy, ctx.sizes)  # by a dispatch, in codes
-        ...         return ctx.slot.put(sent), None, None
+        ...         return ctx.dy_codes.put(sent), None, None
         >>> layer, sizes = octavo.GroupedLinear(2, 32, 16, recipe="fp8-block"), torch.tensor([3, 5])
-        >>> slot = octavo.quant.GradientCodes()
-        >>> Combine.apply(layer(torch.ones(8, 32), sizes, dy_codes=slot), sizes, slot).sum().backward()
+        >>> dy_codes = octavo.quant.GradientCodes()
+        >>> Combine.apply(layer(torch.ones(8, 32), sizes, dy_codes=dy_codes), sizes, dy_codes).sum().backward()
         >>> bool(layer.weight.grad.isfinite().all())
         True
     """
@@ -76,11 +76,11 @@ class GradientCodes:
             UnsupportedConfig: there are codes, and dy is not their stand-in.
 
         Example:
-            >>> slot, dy = octavo.quant.GradientCodes(), torch.ones(8, 16)
-            >>> stand_in = slot.put(octavo.quant.Block1D().quantize_groups(dy, torch.tensor([3, 5])))
-            >>> slot.take(stand_in)
+            >>> dy_codes, dy = octavo.quant.GradientCodes(), torch.ones(8, 16)
+            >>> stand_in = dy_codes.put(octavo.quant.Block1D().quantize_groups(dy, torch.tensor([3, 5])))
+            >>> dy_codes.take(stand_in)
             GroupedTensor(8x16 in 2 groups, row, block-1d, cpu)
-            >>> slot.take(dy)
+            >>> dy_codes.take(dy)
         """
         codes, stand_in = self._codes, self._stand_in
         if codes is None or stand_in is None:

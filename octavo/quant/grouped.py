@@ -79,6 +79,53 @@ class GroupedTensor:
     columns: QTensor | None = None
     anchor: Tensor | None = None
 
+    @staticmethod
+    def of(
+        spec: Quantizer,
+        codes: Tensor,
+        scale: Tensor,
+        sizes: Tensor,
+        *,
+        source: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        global_scale: Tensor | None = None,
+        anchor: Tensor | None = None,
+    ) -> "GroupedTensor":
+        """Put rows of codes in groups that were cast elsewhere, such as rows that other ranks sent. The codes of a
+        cast of the same values in these groups are the same, bit for bit.
+
+        Args:
+            spec: the quantizer of the codes. Each row has scales of its own, or each group one scale.
+            codes: [rows, K], uint8 or the quantizer's dtype, the rows of each group one after another; then a tail,
+                which is not read.
+            scale: the scales of each row [rows, blocks], row by row; or one for each group [groups]. float32, or uint8
+                where the quantizer has a format for scales.
+            sizes: int32 or int64 [groups] on the device of the codes. Not read on the host.
+            source: int32 [rows] on the device of the codes: takes codes[source], rows in the order of their groups. -1
+                makes a row of zeros.
+            dtype: the dtype of the values that were quantized.
+            global_scale: float32 [groups], for NVFP4.
+            anchor: a tensor that receives the gradient of the values: one element, expanded to [rows, K].
+
+        Returns:
+            A GroupedTensor of rows, in memory of its own.
+
+        Raises:
+            UnsupportedConfig: a scale of the quantizer covers several rows.
+            UnsupportedShape: a tensor has another shape than the codes ask for.
+            UnsupportedDtype: `spec` is no quantizer, or codes or `dtype` have another dtype.
+            UnsupportedDevice: the tensors are on two devices.
+
+        Example:
+            >>> spec, x = octavo.quant.MX(), torch.randn(6, 64)
+            >>> q = spec.quantize(x)
+            >>> octavo.GroupedTensor.of(spec, q.codes, q.scale, torch.tensor([4, 2]))
+            GroupedTensor(6x64 in 2 groups, row, mx, cpu)
+        """
+        from octavo.quant.grouped_codes import group_codes  # it imports this file
+
+        return group_codes(spec, codes, scale, sizes, source, dtype, global_scale, anchor)
+
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the values: all rows, tail included, and K."""

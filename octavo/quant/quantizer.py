@@ -26,7 +26,7 @@ from torch import Tensor
 from octavo import backend
 from octavo.errors import UnsupportedConfig
 from octavo.formats import Format, unpack_nibbles
-from octavo.quant import cast_checks, scale_blocks
+from octavo.quant import cast_checks, scale_blocks, traced_cast
 from octavo.quant.byte_transpose import transpose_bytes
 from octavo.quant.casts import QTensorPair, as_matrix, quantize_pair, take_number
 from octavo.quant.groups import Groups
@@ -220,6 +220,15 @@ class Quantizer(Value):
             UnsupportedConfig: the quantizer does not use an argument that is given, or needs a seed.
         """
         wants_column = is_column(cast_checks.check_tensor(x).dim(), axis)
+        if torch.compiler.is_compiling():
+            traced: QTensor = traced_cast.quantize(self, x, wants_column, amax, inverse_scale, seed)
+            return traced
+        return self._cast(x, wants_column, amax, inverse_scale, seed)
+
+    def _cast(
+        self, x: Tensor, wants_column: bool, amax: Tensor | None, inverse_scale: Tensor | None, seed: Tensor | None
+    ) -> QTensor:
+        """Run `quantize`, outside of a graph that is being traced."""
         pair = (None, self) if wants_column else (self, None)
         cast_args = CastArgs((None, amax) if wants_column else (amax, None), inverse_scale, seed)
         found = quantize_pair(x, pair[0], pair[1], cast_checks.checked(cast_args, x, pair[0], pair[1]))[wants_column]

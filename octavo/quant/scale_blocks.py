@@ -4,6 +4,8 @@ A block is (rows, columns); None stands for the whole dim. Blocks at the edge ar
 count as zero and are never read.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,6 +45,12 @@ def spread(values: Tensor, block: Block, rows: int, columns: int) -> Tensor:
 
 def is_square(block: Block) -> bool:
     return block[0] == block[1]
+
+
+def are_transposed(row: Any, column: Any) -> bool:
+    """Whether column codes are row codes transposed, byte for byte: one quantizer with square blocks, and no rotation
+    along the contraction."""
+    return row is not None and row == column and is_square(row.block) and row.basis == ""
 
 
 def pad_columns(x: Tensor, multiple: int) -> Tensor:

@@ -15,7 +15,7 @@ from octavo._torch.modules import mark_shape_inference
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED, Recipe, recipe
-from octavo.values import shown
+from octavo.values import excerpt
 
 
 class _Ambient(threading.local):
@@ -35,6 +35,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.dry = 0  # `dry_run` blocks that are entered
+        self.has_traced = False  # whether a graph has traced a layer: a graph may serve layers that it did not trace
 
 
 ambient, process = _Ambient(), _Process()
@@ -50,8 +51,9 @@ class quantized_init:
     Args:
         recipe: a name such as "fp8-block", a canonical string or a `Recipe`.
         preserve_high_precision: keep the initial values on the host, as `weight.high_precision_init`, until the first
-            step of `octavo.optim.AdamW` takes its master copy from them. With False the master copy begins with the
-            values of the codes.
+            step of `octavo.optim.AdamW` takes its master copy from them. With False, or if the program has loaded or
+            set the weight meanwhile, the master copy begins with the values of the codes.
+        keep_columns: as in `octavo.quantize_weights`.
 
     Raises:
         UnsupportedConfig: there is no such recipe, or it quantizes no weight.
@@ -63,14 +65,14 @@ class quantized_init:
         Linear(in_features=256, out_features=128, bias=False, recipe=fp8-block, weight that is codes)
     """
 
-    def __init__(self, recipe: str | Recipe, preserve_high_precision: bool = False) -> None:
+    def __init__(self, recipe: str | Recipe, preserve_high_precision: bool = False, keep_columns: bool = False) -> None:
         self.recipe = autocast(recipe).recipe
         if self.recipe.linear().fprop.right is None:
             raise UnsupportedConfig(
                 f"quantized_init builds layers whose weights are codes, and {self.recipe} quantizes no weight. Choose "
                 "a recipe with a quantized fprop, such as fp8-block."
             )
-        self.preserve_high_precision = preserve_high_precision
+        self.preserve_high_precision, self.keep_columns = preserve_high_precision, keep_columns
         self._outer: list[quantized_init | None] = []
 
     def __enter__(self) -> "quantized_init":
@@ -156,7 +158,7 @@ class microbatch:
         elif first is not None and type(first) is not bool:
             raise UnsupportedConfig(
                 "octavo.microbatch(first=...) takes True, False, None or a tensor of one element, got "
-                f"{shown(repr(first))}. Write octavo.microbatch(first=i == 0)."
+                f"{excerpt(repr(first))}. Write octavo.microbatch(first=i == 0)."
             )
         self.first = first
 

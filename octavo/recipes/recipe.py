@@ -14,7 +14,7 @@ from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import E4M3, E5M2, check_format
 from octavo.quant.pairs import check_pair
 from octavo.quant.quantizer import Quantizer
-from octavo.values import Value, shown
+from octavo.values import Value, excerpt
 
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 GEMMS = tuple(OPERANDS)
@@ -100,6 +100,11 @@ class LinearQuant:
         """Whether backward rounds stochastically."""
         row, column = self.dgrad.left, self.wgrad.left
         return (row is not None and row.is_stochastic) or (column is not None and column.is_stochastic)
+
+    @property
+    def quantizes_weight(self) -> bool:
+        """Whether a GEMM multiplies codes of w."""
+        return self.fprop.right is not None or self.dgrad.right is not None
 
     @classmethod
     def of(
@@ -258,6 +263,6 @@ def check_length(text: str) -> None:
     """Raises if a recipe's string is far longer than any recipe needs."""
     if len(text) > LONGEST:
         raise UnsupportedConfig(
-            f"A recipe's string has at most {LONGEST} characters, got {len(text)}: {shown(text)!r}. "
+            f"A recipe's string has at most {LONGEST} characters, got {len(text)}: {excerpt(text)!r}. "
             "Leave out the settings that have their defaults."
         )

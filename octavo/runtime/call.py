@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo._torch.dispatcher import dispatch_depth
-from octavo._torch.tracing import saved_elsewhere
+from octavo._torch.tracing import moves_saved_tensors
 from octavo.runtime import eager, graph_nodes
 from octavo.runtime.eager import run_hit as run_hit
 from octavo.runtime.stage import Stage as Stage
@@ -21,7 +21,7 @@ def takes_nodes(operations: Sequence[Any] = ()) -> bool:
     elsewhere: a mode does not see such calls."""
     if torch.compiler.is_compiling():
         return True
-    return dispatch_depth() > 0 and not saved_elsewhere() and not any([op.op_holds_objects() for op in operations])
+    return dispatch_depth() > 0 and not moves_saved_tensors() and not any([op.op_holds_objects() for op in operations])
 
 
 def call(

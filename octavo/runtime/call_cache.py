@@ -4,7 +4,8 @@ A layer's functions read nothing but their arguments, and no value on the device
 and the layout of its tensors (shapes, strides, dtypes, device, alignment) therefore decide what a call allocates,
 launches and returns. The first call of a kind runs as it is written. The second is recorded, operator by operator and
 launch by launch, as a straight function, which runs in place of all later ones: same kernels, same arguments, same
-bits, a fraction of the host's time. It releases each tensor after its last use.
+bits, a fraction of the host's time. It takes the tensors out of the list that it is given, and releases each after its
+last use, be it one of those.
 
     find(decided, tensors)   the hit of a call, before anything of it was made: `decided` is a tuple of all that decides
                              the call but for the layout of its tensors, and `_is_hit` has the guards. An operation
@@ -44,7 +45,7 @@ GUARDED = 8  # times that guards are made for a recording
 _FOUR_BITS = repeat(15)
 _PLAIN = frozenset((Tensor, nn.Parameter))
 Results = tuple[Any, tuple[Any, ...]]  # something that is the same for all calls of a kind, then tensors and Nones
-Work = Callable[[Sequence[Tensor]], Results]
+Work = Callable[[list[Tensor]], Results]
 Replay = Callable[..., Results]
 
 
@@ -131,14 +132,15 @@ def _is_hit(hit: Hit, tensors: Sequence[Tensor]) -> bool:
 
 def run(
     decided: tuple[Any, ...],
-    tensors: Sequence[Tensor],
+    tensors: list[Tensor],
     work: Work,
     hit_key: tuple[Any, ...] | None = None,
     context: Any = None,
     fixed: bool = False,
 ) -> Results:
-    """Call work(tensors), or replay it if a call with an equal key was recorded. If it was, `find` returns the next one
-    by `hit_key`, with this `context`. `fixed`: the tensors have the same layout at every call with this `decided`."""
+    """Call work(tensors), or replay it if a call with an equal key was recorded. Either may empty the list. If a call
+    was recorded, `find` returns the next one by `hit_key`, with this `context`. `fixed`: the tensors have the same
+    layout at every call with this `decided`."""
     key = key_of(decided, tensors, fixed)
     if key is None:
         return work(tensors)
@@ -153,7 +155,7 @@ def run(
     if recording.replay is not None and not launch.is_watched():
         if hit_key is not None:
             _note(hit_key, recording, tensors, context)
-        return recording.replay(*tensors)
+        return recording.replay(tensors)
     if recording.replay is None and not recording.refused and WITHOUT_DISPATCHER.is_on():
         return _record(recording, tensors, work)
     return work(tensors)
@@ -245,7 +247,7 @@ def sources() -> list[str]:
     return [one.replay.source for one in _recordings.values() if one.replay is not None]  # type: ignore[attr-defined]
 
 
-def _record(recording: _Recording, tensors: Sequence[Tensor], work: Work) -> Results:
+def _record(recording: _Recording, tensors: list[Tensor], work: Work) -> Results:
     recorder = Recorder(tensors)
     with recorder.watching():
         results = work(tensors)

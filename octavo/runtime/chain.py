@@ -20,7 +20,7 @@ from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.proto import TensorProto
 from octavo.runtime.chain_config import ChainStep
 from octavo.runtime.chain_config import Config as Config
-from octavo.runtime.contract import LAYERS, ForwardResult, Layer, Tensors
+from octavo.runtime.contract import LAYERS, Deferral, ForwardResult, Layer, Tensors
 from octavo.runtime.dry_run import Miscounted
 from octavo.runtime.gradient_targets import Writes
 from octavo.runtime.named_gradients import in_order
@@ -48,10 +48,19 @@ class ChainLayer(Layer):
         place = config.layers[-1].out_place(config.stages[-1])
         return None if place is None else config.input_spans[-1].start + place - 1
 
-    def returned_elsewhere(self, config: Config) -> dict[int, int]:
+    def gradients_in_buffers(self, config: Config) -> dict[int, int]:
         """The buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
-        elsewhere: dict[int, int] = config.layers[0].returned_elsewhere(config.stages[0])
-        return elsewhere
+        gradient_buffers: dict[int, int] = config.layers[0].gradients_in_buffers(config.stages[0])
+        return gradient_buffers
+
+    def deferrable_gradients(self, config: Config) -> dict[int, Deferral]:
+        return {
+            inputs.start + place - 1: Deferral(buffers.start + places.mail, buffers.start + places.target)
+            for layer, stage, inputs, buffers in zip(
+                config.layers, config.stages, config.input_spans, config.buffer_spans, strict=True
+            )
+            for place, places in layer.deferrable_gradients(stage).items()
+        }
 
     def auxiliary(self, config: Config) -> int:
         return sum(config.auxiliary_sizes)
@@ -105,7 +114,7 @@ class ChainLayer(Layer):
             made += _run_step(config, step, stages, made)
             for i in range(first, last):
                 named = stages[i] if i == first else stages[i]._replace(x=made[i - 1].outputs[0])
-                sides += [made[i].outputs[1 + k] for k in config.shown[i]]
+                sides += [made[i].outputs[1 + k] for k in config.chain_outputs[i]]
                 auxiliary += made[i].auxiliary
                 saved += config.layers[i].save(config.stages[i], named, made[i])
             x = made[-1].outputs[0]
@@ -187,10 +196,13 @@ class ChainLayer(Layer):
         self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None
     ) -> Tensors:
         """Run the stages' backwards. They defer their writes to buffers until all of them are done; if this chain is
-        a stage of an outer chain, which passes `writes`, until all stages of that chain are."""
+        a stage of an outer chain, which passes `writes`, until all stages of that chain are. Each step gets the
+        chain's own references to what its stages saved, so that it can free that early."""
         outer, writes = writes, Writes() if writes is None else writes
         found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
-        for place in self.returned_elsewhere(config).values():
+        parts = [tuple(saved[span]) for span in config.saved_spans]
+        del saved
+        for place in self.gradients_in_buffers(config).values():
             refuse_dgrad_out(buffers[place], grads)
         for step in config.back_steps:
             first, last = step.first, step.last
@@ -198,8 +210,8 @@ class ChainLayer(Layer):
             dys[-1] = (g, *dys[-1][1:])
             if not any([t is not None for stage_dys in dys for t in stage_dys]):
                 continue  # nothing that depends on these stages has a gradient, and neither have they
-            parts = [saved[span] for span in config.saved_spans[first:last]]
-            found[first:last] = _step_back(config, step, parts, stage_buffers[first:last], dys, writes)
+            own, parts[first:last] = parts[first:last], [()] * (last - first)
+            found[first:last] = _step_back(config, step, own, stage_buffers[first:last], dys, writes)
             g = found[first][0]
             if first:
                 found[first] = (None, *found[first][1:])  # dropped here, so that the stages before can free it
@@ -298,7 +310,7 @@ def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> For
     stages that one of them keeps, then intermediates."""
     for i in range(1, len(stages)):
         stages[i] = stages[i]._replace(x=made[i - 1].outputs[0])
-    sides = [m.outputs[1 + k] for m, shown in zip(made, config.shown, strict=True) for k in shown]
+    sides = [m.outputs[1 + k] for m, places in zip(made, config.chain_outputs, strict=True) for k in places]
     outputs = (made[-1].outputs[0], *sides)
     saved = [
         t for layer, stage, inputs, m in zip(config.layers, config.stages, stages, made, strict=True)
@@ -321,9 +333,9 @@ def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:
     """The side outputs of each stage, from the chain's results. None for one that was not kept."""
     loose = dict(zip(config.loose, made.intermediates[len(config.stages) - 1 :], strict=False))
     sides = []
-    for i, span in enumerate(config.shown_spans):
-        shown = dict(zip(config.shown[i], made.outputs[span], strict=True))
-        sides.append([shown[k] if k in shown else loose.get((i, k)) for k in range(config.side_counts[i])])
+    for i, span in enumerate(config.chain_output_spans):
+        outputs = dict(zip(config.chain_outputs[i], made.outputs[span], strict=True))
+        sides.append([outputs[k] if k in outputs else loose.get((i, k)) for k in range(config.side_counts[i])])
     return sides
 
 
@@ -334,7 +346,7 @@ def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
         if config.forks[i]:
             values.append(values[-1])
         else:
-            kept, after = made.intermediates[i], made.outputs[config.shown_spans[i + 1]]
+            kept, after = made.intermediates[i], made.outputs[config.chain_output_spans[i + 1]]
             is_output = config.forks[i + 1] and len(after) > 0  # the next stage returned it
             values.append(after[0] if kept is None and is_output else kept)
     return [*values, made.outputs[0]]
@@ -369,7 +381,7 @@ def _step_back(
             grads = in_order(f"{LAYERS[name].title}.step_backward", grads, names)
         return grads
     try:
-        return [config.layers[first].backward(config.stages[first], saved[0], buffers[0], dys[0], writes)]
+        return [config.layers[first].backward(config.stages[first], saved.pop(), buffers[0], dys[0], writes)]
     except Miscounted as error:
         raise _of_operation(config, first, error) from error
 
@@ -413,9 +425,9 @@ def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: lis
 
 def _side_terms(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
     """The terms of each side output's gradient: the one from outside of the chain, then those from inside."""
-    shown = dict(zip(config.shown[stage], grads[config.shown_spans[stage]], strict=True))
+    from_outside = dict(zip(config.chain_outputs[stage], grads[config.chain_output_spans[stage]], strict=True))
     return [
-        [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
+        [from_outside.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
         for k in range(config.side_counts[stage])
     ]
 

@@ -74,7 +74,7 @@ class Config(Value):
 
     # the places of each stage's tensors among the chain's: of its inputs without x, of side outputs that are outputs …
     input_spans = _places("fields", 1)
-    shown_spans = _places("shown_counts", 1)
+    chain_output_spans = _places("chain_output_counts", 1)
     auxiliary_spans = _places("auxiliary_sizes")
     intermediates_spans = cached_property(lambda self: _spans(self.intermediates_sizes, self.kept_count))
     saved_spans = _places("saved_sizes")
@@ -96,14 +96,14 @@ class Config(Value):
         return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
 
     @cached_property
-    def shown(self) -> tuple[tuple[int, ...], ...]:
+    def chain_outputs(self) -> tuple[tuple[int, ...], ...]:
         """For each stage, which of its side outputs are outputs of the chain."""
         return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.side_counts))
 
     @cached_property
-    def shown_counts(self) -> tuple[int, ...]:
+    def chain_output_counts(self) -> tuple[int, ...]:
         """For each stage, how many of its side outputs are outputs of the chain."""
-        return tuple(len(shown) for shown in self.shown)
+        return tuple(len(places) for places in self.chain_outputs)
 
     @cached_property
     def kept_count(self) -> int:

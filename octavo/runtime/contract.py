@@ -25,26 +25,39 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class ForwardResult(NamedTuple):
-    """The results of `forward`. Those of `abstract` have a TensorProto in place of each tensor."""
+    """The results of `forward`. Those of `abstract` have a TensorProto in place of each tensor.
 
-    outputs: tuple[Any, ...]  # for the caller, differentiable
-    auxiliary: tuple[Any, ...]  # for the caller, without a gradient: amaxes to remember, codes of a quantized output
-    intermediates: tuple[Any, ...]  # for backward alone
+    Args:
+        outputs: for the caller, differentiable.
+        auxiliary: for the caller, without a gradient: amaxes to remember, codes of a quantized output.
+        intermediates: for backward alone.
+    """
+
+    outputs: tuple[Any, ...]
+    auxiliary: tuple[Any, ...]
+    intermediates: tuple[Any, ...]
 
 
 class Nothing(NamedTuple):
-    """A tuple without fields: the default of Fresh, Saved and Buffers."""
+    """A tuple without fields: the default of Intermediates, Saved and Buffers."""
+
+
+class Deferral(NamedTuple):
+    """Two places among a layer's buffers."""
+
+    mail: int  # of a `Mail`: given one, backward puts the operands of dw there, and returns None for the weight
+    target: int  # of the memory that dw is added to in place of `.grad`; there may be none
 
 
 class Layer:
     """The interface of a layer. A subclass defines the members without a default here, and has one instance,
     constructed from the layer's config and tuple classes.
 
-    Each of `Inputs`, `Fresh`, `Saved` and `Buffers` is a NamedTuple of tensors, None where a call has none. Their
-    fields determine how many tensors cross a node.
+    Each of `Inputs`, `Intermediates`, `Saved` and `Buffers` is a NamedTuple of tensors, None where a call has none.
+    Their fields determine how many tensors cross a node.
     """
 
-    scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
+    scales: ClassVar[tuple[str, ...]] = ()  # fields of Intermediates that are scales: they leave a node flat
     forks: ClassVar[bool] = False  # both outputs are x itself: a chain passes x on, and keeps it only once
 
     def __init__(
@@ -100,7 +113,7 @@ class Layer:
         input at value. A graph's node returns no tensor twice."""
         return {}
 
-    def returned_elsewhere(self, config: Any) -> dict[int, int]:
+    def gradients_in_buffers(self, config: Any) -> dict[int, int]:
         """Map each input whose gradient lies in a buffer to the place of that buffer."""
         return {}
 
@@ -108,9 +121,13 @@ class Layer:
         """The place among the inputs of the caller's memory for y; None if the layer takes none."""
         return None
 
+    def deferrable_gradients(self, config: Any) -> dict[int, "Deferral"]:
+        """Map each weight whose gradient backward can leave to a later pass to the buffers that are about it."""
+        return {}
+
     def has_backward(self, config: Any) -> bool:
         """Whether backward has anything to do, which may be a write to a buffer alone."""
-        return any(self.wants(config)) or config.grads != ""
+        return any(self.wants(config))
 
     # -- how many tensors there are ------------------------------------------------------------------------------------
 
@@ -243,13 +260,11 @@ Octavo's own are, or a Layer in place of them. `octavo.fusion.custom.user_layer`
 
 Additions that the registry is designed for:
 
-    legacy fuser_forward, with extras         `octavo.fusion.custom.legacy` has one call for single and fused
+    legacy fuser_forward, extra outputs       `octavo.fusion.custom.legacy` has one call for single and fused
                                               operations, with an entry for each operation: extra inputs become fields
                                               beside its parameters, extra outputs an entry of what forward returns
-    keywords that are not tensors             a field of UserConfig beside `settings`: a value is part of the key, and
-                                              `all_settings` hands it to the functions
     operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of intermediates:
-                                              `returned_values` packs and counts them, extras carry them out
+                                              `returned_values` packs and counts them, auxiliary outputs carry them out
 """
 
 
@@ -271,3 +286,56 @@ def _reader(kind: type[C]) -> Callable[[str], C]:
         return parsed
 
     return config
+
+
+# -- named fields as a flat list of tensors, and back: the way a node of a graph and a recorded call take them ---------
+
+
+def pack(fields: Iterable[Any], tensors: list[Any]) -> str:
+    """Append the tensors of these fields to a list. Return which there are: a mark for each field, "0" for None, "1"
+    for a tensor, "t2" for a tuple of two."""
+    marks: list[str] = []
+    for field in fields:
+        if field is None:
+            marks.append("0")
+        elif isinstance(field, tuple):
+            if field:
+                marks.append("t" + str(len(field)))
+                tensors.extend(field)
+            else:
+                marks.append("t0")  # most of a call's
+        else:
+            marks.append("1")
+            tensors.append(field)
+    return ",".join(marks)
+
+
+class Packing:
+    """The places of each field's tensors in the list."""
+
+    def __init__(self, marks: str) -> None:
+        self.marks = marks
+        self.starts: list[int] = []
+        self.count = 0  # tensors of all fields
+        self.singles: list[int] = []  # fields that are one tensor, the last first,
+        self.single_places: list[int] = []  # and the places of these tensors
+        self.places: list[int | slice | None] = []
+        for mark in marks.split(",") if marks else ():
+            self.starts.append(self.count)
+            size = int(mark.removeprefix("t"))
+            end = self.count + size
+            self.places.append(slice(self.count, end) if mark[0] == "t" else self.count if size else None)
+            if mark == "1":
+                self.singles.insert(0, len(self.starts) - 1)
+                self.single_places.insert(0, self.count)
+            self.count = end
+
+    def unpack(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the fields, from the head of the list."""
+        row = tuple(tensors)
+        return [None if place is None else row[place] for place in self.places]
+
+
+@lru_cache(maxsize=4096)
+def packing(marks: str) -> Packing:
+    return Packing(marks)

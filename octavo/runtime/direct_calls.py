@@ -34,7 +34,7 @@ def forward(text: str, *, fixed: bool) -> Node:
         if parsed.writes:
             parsed.refuse(tensors[::-1])
         hit = find(work.decided, tensors)
-        return work(tensors) if hit is None else hit.replay(*tensors)[1]
+        return work(tensors) if hit is None else hit.replay(tensors)[1]
 
     return node
 
@@ -49,14 +49,14 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
         if dispatch_depth() > 0:
             made: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
             return made
-        if parsed.elsewhere:
+        if parsed.gradient_buffers:
             parsed.begin_writes(tensors)
         hit = find(work.decided, tensors)
         if hit is not None and not hit.replay.mutates:  # type: ignore[attr-defined]
-            return hit.replay(*tensors)[1]
+            return hit.replay(tensors)[1]
         written = parsed.written_by_backward(tensors)
         with preserve_version_counter(written) if written else nullcontext():
-            return work(tensors) if hit is None else hit.replay(*tensors)[1]
+            return work(tensors) if hit is None else hit.replay(tensors)[1]
 
     return node
 
@@ -68,7 +68,7 @@ class _NodeWork:
         self.work, self.is_cached, self.fixed = work, is_cached, fixed
         self.decided = (self,)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         if not self.is_cached:
             return self.work(tensors)
         return run(self.decided, tensors, self._results, self.decided, fixed=self.fixed)[1]

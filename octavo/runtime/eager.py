@@ -15,17 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.autograd import current_graph_task, plain_apply, preserve_version_counter
+from octavo._torch.autograd import (
+    current_graph_task,
+    plain_apply,
+    preserve_version_counter,
+    release_saved_tensors,
+    will_execute,
+)
 from octavo._torch.dispatcher import is_batched
 from octavo.errors import UnsupportedConfig
 from octavo.memory import overlap
 from octavo.runtime import call_cache
 from octavo.runtime.call_cache import Hit, Replay, Results
 from octavo.runtime.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
-from octavo.runtime.contract import LAYERS, Layer, Tensors
+from octavo.runtime.contract import LAYERS, Layer, Packing, Tensors, pack, packing
 from octavo.runtime.gradient_targets import LazyTarget, Target
 from octavo.runtime.modified import explain_modified, refuse_modified, title_of
-from octavo.runtime.packing import Packing, pack, packing
+from octavo.runtime.split_backward import KeptGradients, deferring, kept, of_pass
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 
@@ -38,7 +44,7 @@ class Prepared(NamedTuple):
     layer: Layer
     config: Any
     key: str  # of the config
-    elsewhere: dict[int, int]  # inputs whose gradient lies in a buffer of the caller's, and the place of that buffer
+    gradient_buffers: dict[int, int]  # places of the caller's buffers, by the input whose gradient lies in one
     cached_forward: bool  # whether the layout of the tensors decides the launches of forward
     cached_backward: bool
 
@@ -47,7 +53,7 @@ class Prepared(NamedTuple):
 def _prepared(layer: Layer, key: str) -> Prepared:
     config = layer.config(key)
     forward, backward = (layer.decided_by_layout(config, side) for side in ("forward", "backward"))
-    return Prepared(layer, config, key, layer.returned_elsewhere(config), forward, backward)
+    return Prepared(layer, config, key, layer.gradients_in_buffers(config), forward, backward)
 
 
 # One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple, because every
@@ -72,7 +78,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor | None, *singles: Tensor) -> tuple[Tensor, ...]:
         prepared, packed, tensors, buffers, unchanged, owner, replay, hit_key = call
         if replay is not None:
-            (outputs, made, marks), results = replay(*tensors)
+            (outputs, made, marks), results = replay(tensors)
         else:
             for place, t in zip(packed.single_places, singles, strict=True):  # autograd may have unwrapped one
                 tensors[place] = t
@@ -87,7 +93,14 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            return _once(ctx, *grads)
+        try:
+            takes_all = all(map(will_execute, [node for node, _ in ctx.next_functions if node is not None]))
+        except RuntimeError:  # torch's: `_pass` asks for each
+            takes_all = False
+        gradients = _backward(ctx, ctx.call[2], *grads) if takes_all else _pass(ctx, *grads)
+        return None, None, *[gradients[i] for i in ctx.call[1].singles]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -127,10 +140,10 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     if not stage.needs:
         made = _without_gradients(call)
     else:
-        for place in prepared.elsewhere.values():
+        for place in prepared.gradient_buffers.values():
             refuse_overlap(stage.buffers[place], fields)
             refuse_grad(stage.buffers[place], x)
-        made = _with_gradients(call, _ANCHOR if stage.anchored else None)
+        made = _with_gradients(call, _ANCHOR if stage.writes_in_backward else None)
     if out is not None:
         keep(out, made[0])
     return made
@@ -166,7 +179,7 @@ def _without_gradients(call: _Call) -> tuple[Tensor, ...]:
             if replay is None:
                 (_, made, _), results = _forward(prepared, packed, False, hit_key, tensors)
             else:
-                (_, made, _), results = replay(*tensors)
+                (_, made, _), results = replay(tensors)
     except RuntimeError as error:
         refuse_active(error)
         raise
@@ -175,7 +188,7 @@ def _without_gradients(call: _Call) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    prepared: Prepared, packed: Packing, saving: bool, hit_key: tuple[Any, ...] | None, tensors: Sequence[Any]
+    prepared: Prepared, packed: Packing, saving: bool, hit_key: tuple[Any, ...] | None, tensors: list[Any]
 ) -> Results:
     """Run forward: through the call cache if there is a `hit_key`, else as it is written. Return the number of outputs,
     that of outputs and auxiliary outputs, and the marks of what is saved; then outputs, auxiliary outputs and saved
@@ -202,79 +215,117 @@ def _in_memory(t: Tensor) -> Tensor:
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    prepared, packed, buffers, unchanged, owner, outputs, marks = ctx.call
+def _pass(ctx: Any, *grads: Tensor | None) -> Tensors:
+    """Compute the gradients that the pass that runs takes: from what an earlier one kept, or anew."""
+    prepared, packed, buffers, _, owner, outputs, _ = ctx.call
+    inputs, nodes = packed.singles, [node for node, _ in ctx.next_functions]
+    wanted, unwanted = of_pass(nodes[len(nodes) - len(inputs) :], inputs)
+    if not unwanted:
+        return _backward(ctx, buffers, *grads)
+    earlier: KeptGradients | None = getattr(ctx, "kept_gradients", None)
+    dys = grads[:outputs]
+    if earlier is not None and earlier.serve(dys, wanted):
+        return earlier.take(wanted, len(prepared.layer.wants(prepared.config)), title_of(owner, prepared.layer))
+    given, deferred = deferring(prepared.layer, prepared.config, buffers, unwanted)
+    gradients = _backward(ctx, given, *grads)
+    ctx.kept_gradients = kept(dys, gradients, unwanted, deferred)
+    return tuple([None if i in unwanted else g for i, g in enumerate(gradients)])
+
+
+def _backward(ctx: Any, buffers: Sequence[Any], *grads: Tensor | None) -> Tensors:
+    """Compute one gradient for each input of the layer, None where there is none."""
+    prepared, _, _, unchanged, owner, outputs, marks = ctx.call
     if unchanged is not None:
         unchanged.check(title_of(owner, prepared.layer))
     try:
-        saved = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
     except RuntimeError as error:
         explain_modified(error, title_of(owner, prepared.layer), str(prepared.config))
         raise
-    elsewhere, dys, hit_key = prepared.elsewhere, grads[:outputs], None
-    first: Any = saved[0] if saved else dys[0]
-    is_cached = prepared.cached_backward and not elsewhere and first is not None
-    if is_cached and first.device.type in call_cache.DEVICES:
-        tensors = [*saved, *[t for t in buffers if t is not None], *dys]
-        has = tuple([t is None for t in buffers])
-        shape = None if dys[-1] is None else dys[-1].shape
-        hit_key = (prepared.layer, "backward", prepared.key, marks, has, len(tensors), first.shape, shape)
-        # guards refuse what is no tensor: a target among the buffers, a gradient that is None
-        hit = call_cache.find(hit_key, tensors)
+    if not torch.is_grad_enabled():  # under create_graph=True `_once` needs them again
+        release_saved_tensors(ctx)
+    gradient_buffers, dys, hit_key = prepared.gradient_buffers, grads[:outputs], None
+    if prepared.cached_backward and not gradient_buffers:
+        hit_key, hit, tensors = _found(prepared, marks, saved, buffers, dys)
         if hit is not None:
-            gradients = _replayed(hit.replay, tensors, buffers)
-            return None, None, *[gradients[i] for i in packed.singles]
+            saved.clear()
+            return _replayed(hit.replay, tensors, buffers)
+        del tensors
     if any([g is not None and is_batched(g) for g in dys]):
         refuse_batched()
     dys = tuple([_in_memory(g) if g is not None and (g._is_zerotensor() or g.is_neg()) else g for g in dys])
-    for place in elsewhere.values():
+    for place in gradient_buffers.values():
         begin_write(buffers[place], current_graph_task())
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with preserve_version_counter(written) if written else nullcontext():
         gradients = _backward_of(prepared, marks, saved, buffers, dys, hit_key)
-    if elsewhere:
-        whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
+    if gradient_buffers:
+        whole = [buffers[place] for place in gradient_buffers.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
-        gradients = tuple(_in_callers_memory(ctx, gradients, elsewhere))
-    return None, None, *[gradients[i] for i in packed.singles]
+        gradients = tuple(_in_callers_memory(ctx, gradients, gradient_buffers))
+    return gradients
 
 
-def _replayed(replay: Any, tensors: Sequence[Any], buffers: Sequence[Any]) -> Tensors:
+def _replayed(replay: Any, tensors: list[Any], buffers: Sequence[Any]) -> Tensors:
     """Replay a backward that writes to no target."""
     # a graph of the same layer may be in flight, and have saved the same buffers
     written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
     with preserve_version_counter(written) if written else nullcontext():
-        gradients: Tensors = replay(*tensors)[1]
+        gradients: Tensors = replay(tensors)[1]
     return gradients
 
 
+def _found(
+    prepared: Prepared, marks: str, saved: Sequence[Tensor], buffers: Sequence[Any], dys: Sequence[Any]
+) -> tuple[tuple[Any, ...] | None, Hit | None, list[Any]]:
+    """Return the key by which this backward may be a hit, or None; the hit, or None; and all of its tensors."""
+    first: Any = saved[0] if saved else dys[0]
+    if first is None or first.device.type not in call_cache.DEVICES:
+        return None, None, []
+    tensors = [*saved, *[t for t in buffers if t is not None], *dys]
+    has = tuple([t is None for t in buffers])
+    shape = None if dys[-1] is None else dys[-1].shape
+    hit_key = (prepared.layer, "backward", prepared.key, marks, has, len(tensors), first.shape, shape)
+    # guards refuse what is no tensor: a target among the buffers, a gradient that is None
+    return hit_key, call_cache.find(hit_key, tensors), tensors
+
+
 def _backward_of(
-    prepared: Prepared, marks: str, saved: Sequence[Tensor], buffers: Sequence[Any], dys: Tensors,
+    prepared: Prepared, marks: str, saved: list[Tensor], buffers: Sequence[Any], dys: Tensors,
     hit_key: tuple[Any, ...] | None,
 ) -> Tensors:  # fmt: skip
-    """Run backward: through the call cache if there is a `hit_key`, else as it is written."""
+    """Run backward: through the call cache if there is a `hit_key`, else as it is written. The list of saved tensors is
+    emptied: no frame but the layer's keeps them."""
     layer, config = prepared.layer, prepared.config
     # without a gradient of every output there may be a buffer that the layer does not write to
     opened = None if hit_key is None or any([g is None for g in dys]) else _opened(buffers)
     if opened is None:
-        fields = [None if place is None else saved[place] for place in packing(marks).places]
-        return layer.backward(config, tuple(fields), layer.Buffers._make(buffers), dys)
+        return layer.backward(config, _taken(packing(marks), saved), layer.Buffers._make(buffers), dys)
     places, modes = opened
+    count = len(saved)
     tensors: list[Any] = [*saved]
-    more = pack((*places, *dys), tensors)
-    all_marks = f"{marks},{more}" if marks else more
+    saved.clear()
+    more = packing(pack((*places, *dys), tensors))
 
-    def work(tensors: Sequence[Any]) -> Results:
-        fields = packing(all_marks).unpack(tensors)
-        count = len(fields) - len(modes) - len(dys)
-        named = [Target(t, mode) if mode else t for t, mode in zip(fields[count:], modes, strict=False)]
-        own = tuple(fields[:count]), layer.Buffers._make(named), tuple(fields[count + len(modes) :])
-        return None, tuple(layer.backward(config, *own))
+    def work(tensors: list[Any]) -> Results:
+        fields = more.unpack(tensors[count:])
+        del tensors[count:]
+        named = [Target(t, mode) if mode else t for t, mode in zip(fields, modes, strict=False)]
+        own, grads = layer.Buffers._make(named), tuple(fields[len(modes) :])
+        # no name and no star before what was saved: either would keep it
+        return None, tuple(layer.backward(config, _taken(packing(marks), tensors), own, grads))
 
-    decided = layer, "backward", prepared.key, all_marks, *modes
+    decided = layer, "backward", prepared.key, f"{marks},{more.marks}" if marks else more.marks, *modes
     if not any(modes):
         return call_cache.run(decided, tensors, work, hit_key)[1]
     return _written(buffers, places, lambda: call_cache.run(decided, tensors, work)[1])
+
+
+def _taken(packed: Packing, tensors: list[Any]) -> tuple[Any, ...]:
+    """Return the fields that the list holds, and empty it."""
+    fields = tuple(packed.unpack(tensors))
+    tensors.clear()
+    return fields
 
 
 def _opened(buffers: Sequence[Any]) -> tuple[list[Any], list[str]] | None:
@@ -321,23 +372,23 @@ class Unchanged(NamedTuple):
                 refuse_modified(title, f"a weight of its own, {t.dtype} {tuple(t.shape)}", version, t._version)
 
 
-def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
+def _in_callers_memory(ctx: Any, found: Sequence[Any], gradient_buffers: dict[int, int]) -> list[Any]:
     """Return the gradients, with versions of their own for those in the caller's buffers. The node keeps these;
     otherwise autograd would make the buffer a leaf's `.grad`, and add to it the next gradient, which has just been
     written there."""
     given = list(found)
-    for i in elsewhere:
+    for i in gradient_buffers:
         if found[i] is not None:
             given[i] = found[i].data
             keep(found[i], given[i], current_graph_task())
-    ctx.kept = [given[i] for i in elsewhere]
+    ctx.kept = [given[i] for i in gradient_buffers]
     return given
 
 
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """Run backward under create_graph=True: differentiating its results again raises an error that says why."""
     with torch.no_grad():
-        found = _backward(ctx, *grads)
+        found = _Run.backward(ctx, *grads)
     made = [t for t in found if t is not None]
     leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
     links = [t for t in (*grads, *ctx.saved_tensors, *leaves) if t is not None and t.requires_grad]

@@ -25,7 +25,7 @@ class Writes:
     def __init__(self) -> None:
         self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
-    def put_off(self, write: Callable[..., Any], *arguments: Any) -> None:
+    def defer(self, write: Callable[..., Any], *arguments: Any) -> None:
         self._due.append((write, arguments))
 
     def drawn(self, seed: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class LazyTarget:
     """A target that is looked up when dw is computed."""
 
     mode: str  # of the target
-    _found: Target | None = None
+    _open_target: Target | None = None
 
     def find(self) -> Target:
         raise NotImplementedError
@@ -83,13 +83,13 @@ class LazyTarget:
         raise NotImplementedError
 
     def open(self, rows: int, columns: int) -> Tensor:
-        self._found = self.find()
-        return self._found.open(rows, columns)
+        self._open_target = self.find()
+        return self._open_target.open(rows, columns)
 
     def close(self) -> None:
-        assert self._found is not None
-        self._found.close()
-        self._found = None
+        assert self._open_target is not None
+        self._open_target.close()
+        self._open_target = None
         self.done()
 
 
@@ -142,24 +142,24 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
 def gradient_matrix(buffer: Tensor, rows: int, columns: int) -> Tensor:
     """A weight's gradient buffer as [rows, columns], a view."""
     if buffer.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {_shown(buffer)}.")
+        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {_described(buffer)}.")
     if buffer.numel() != rows * columns:
         raise UnsupportedShape(
-            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements, got {_shown(buffer)}."
+            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements, got {_described(buffer)}."
         )
     if overlaps_itself(buffer):
         raise UnsupportedShape(
             f"weight.main_grad must have memory for each element of dw, and elements of this one overlap: "
-            f"{_shown(buffer)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)."
+            f"{_described(buffer)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)."
         )
     try:
         return buffer.detach().view(rows, columns)
     except RuntimeError:
         raise UnsupportedShape(
             f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
-            f"{_shown(buffer)}. Make it contiguous."
+            f"{_described(buffer)}. Make it contiguous."
         ) from None
 
 
-def _shown(buffer: Tensor) -> str:
+def _described(buffer: Tensor) -> str:
     return f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"

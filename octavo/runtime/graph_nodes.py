@@ -43,7 +43,7 @@ from torch.fx.node import has_side_effect
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
 from octavo._torch.inductor import DIRECT_CALLS, call_directly, is_loaded
 from octavo._torch.operators import counts_flops
-from octavo._torch.tracing import saved_elsewhere, while_tracing
+from octavo._torch.tracing import moves_saved_tensors, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.memory import refuse_shared_memory, span
 from octavo.quant.proto import TensorProto
@@ -51,10 +51,10 @@ from octavo.quant.qtensor import Join
 from octavo.runtime import call_cache, chain
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
-from octavo.runtime.contract import LAYERS, ForwardResult, Layer
+from octavo.runtime.contract import LAYERS, ForwardResult, Layer, pack, packing
 from octavo.runtime.digest import DIGEST
 from octavo.runtime.modified import explain_modified, title_of
-from octavo.runtime.packing import pack, packing
+from octavo.runtime.split_backward import KeptGradients, kept, of_pass
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import why_active
 
@@ -100,20 +100,26 @@ class NodeCall:
         self.fills = self.layer.fills(self.config)
         self.writes = self.written > 0 or self.fills  # whether backward writes to saved tensors
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
-        self.elsewhere = {i: self.buffers.starts[at] for i, at in self.layer.returned_elsewhere(self.config).items()}
+        self.gradient_buffers = {
+            i: self.buffers.starts[at] for i, at in self.layer.gradients_in_buffers(self.config).items()
+        }
         self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient is another's
         # whether the gradient of an input is one of these, which backward's node does not return
-        self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
+        self.theirs = [i in self.gradient_buffers or i in self.passed for i in range(len(self.presence.starts))]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run forward, as it is written, on the tensors of `octavo::run`."""
         return _listed(self.layer.forward(self.config, self.inputs(tensors[::-1])))
 
-    def run_backward(self, mask: str, copies: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run backward, as it is written, on the tensors of `octavo::run_bwd`."""
-        saved, dys = self.split(tensors, mask)
-        found = self.returned(self.layer.backward(self.config, saved, self.buffers_of(tensors), dys))
-        return [*found, *[tensors[at].clone() for at in self.elsewhere.values()]] if copies else found
+    def run_backward(self, mask: str, copies: bool, tensors: list[Tensor]) -> list[Tensor]:
+        """Run backward, as it is written, on the tensors of `octavo::run_bwd`. The list is emptied, so that the layer
+        can free what was saved."""
+        parts, buffers = list(self.split(tensors, mask)), self.buffers_of(tensors)
+        copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
+        tensors.clear()
+        dys = parts.pop()
+        found = self.returned(self.layer.backward(self.config, parts.pop(), buffers, dys))
+        return [*found, *[t.clone() for t in copied]]
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
         """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
@@ -123,7 +129,7 @@ class NodeCall:
 
     def begin_writes(self, tensors: Sequence[Tensor]) -> None:
         """Note that this backward writes gradients to buffers of the caller's."""
-        for at in self.elsewhere.values():
+        for at in self.gradient_buffers.values():
             task = current_graph_task()
             begin_write(tensors[at], task)
             keep(tensors[at], None, task)
@@ -161,7 +167,7 @@ class NodeCall:
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
         """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
-        for at in self.elsewhere.values():
+        for at in self.gradient_buffers.values():
             refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
@@ -186,9 +192,10 @@ def _cached(
     parsed: NodeCall, side: str, tensors: list[Tensor], work: Callable[..., list[Tensor]], *decided: Any
 ) -> list[Tensor]:
     """Run a node through the call cache, or as it is written."""
+    own = list(tensors)  # which the work may empty
     if not parsed.is_cached[side]:
-        return work(tensors)
-    return list(call_cache.run((parsed, side, *decided), tensors, lambda tensors: (None, tuple(work(tensors))))[1])
+        return work(own)
+    return list(call_cache.run((parsed, side, *decided), own, lambda tensors: (None, tuple(work(tensors))))[1])
 
 
 def _listed(made: ForwardResult) -> list[Tensor]:
@@ -206,7 +213,7 @@ def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
 def _refuse_hooks(parsed: NodeCall) -> None:
     """Refuse hooks on saved tensors: writes to a hook's copy are lost, and so are the tensors that backward fills, if
     forward is run again."""
-    if saved_elsewhere():
+    if moves_saved_tensors():
         raise UnsupportedConfig(
             "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with state that backward writes: "
             "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
@@ -262,7 +269,7 @@ def _(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]
     parsed = node_call(call)
     saved, dys = parsed.split(tensors, mask)
     found = [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
-    return [*found, *[torch.empty_like(tensors[at]) for at in parsed.elsewhere.values()]] if copies else found
+    return [*found, *[torch.empty_like(tensors[at]) for at in parsed.gradient_buffers.values()]] if copies else found
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
@@ -286,7 +293,7 @@ def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int
     ctx.save_for_backward(*kept)
     ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
     # without a grad_fn no operation of a graph made x, and none reads its gradient
-    ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.elsewhere)
+    ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.gradient_buffers)
     ctx.set_materialize_grads(False)
     return len(said.outputs)
 
@@ -303,11 +310,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
     made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
-    results, copies = iter(made), iter(made[len(made) - len(parsed.elsewhere) :])
+    results, copies = iter(made), iter(made[len(made) - len(parsed.gradient_buffers) :])
     places = parsed.presence.starts  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
-        if i in parsed.elsewhere:
-            found[places[i]] = next(copies) if ctx.copies else kept[parsed.elsewhere[i]]
+        if i in parsed.gradient_buffers:
+            found[places[i]] = next(copies) if ctx.copies else kept[parsed.gradient_buffers[i]]
         elif wanted and i not in parsed.passed:
             found[places[i]] = next(results)
     for i, other in parsed.passed.items():
@@ -320,7 +327,19 @@ def _zeros(p: TensorProto) -> Tensor:
 
 
 def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    return _backward(ctx, grads)[0][::-1], None
+    """Run backward once, though it may be split in two passes: the node has one operator, which computes all
+    gradients. (A graph that is compiled is such a node as a whole.)"""
+    dys = tuple(grads[: len(ctx.outputs)])
+    if any([t is not None and type(t) is not Tensor for t in dys]):  # a compiler traces
+        return _backward(ctx, grads)[0][::-1], None
+    wanted, unwanted = of_pass([edge for edge, _ in ctx.next_functions], range(ctx.total))
+    earlier: KeptGradients | None = getattr(ctx, "kept_gradients", None)
+    if unwanted and earlier is not None and earlier.serve(dys, wanted):
+        return list(earlier.take(wanted, ctx.total, "")), None
+    found = _backward(ctx, grads)[0][::-1]
+    if unwanted:
+        ctx.kept_gradients = kept(dys, found, unwanted, {})
+    return found, None
 
 
 _run.register_autograd(_run_backward, setup_context=_set_up)
@@ -430,6 +449,36 @@ def run(stage: Stage, x: Any) -> list[Tensor]:
     call = _call_string(stage, x, tensors)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
     return found
+
+
+def forward_node(stage: Stage, inputs: Sequence[Any]) -> list[Tensor]:
+    """Run the forward of one call as a node of the graph being traced, whose backward the caller runs himself."""
+    return run(stage._replace(inputs=tuple(inputs[1:])), inputs[0])
+
+
+def backward_node(stage: Stage, inputs: Sequence[Any], saved: tuple[Any, ...], grads: Sequence[Tensor]) -> list[Any]:
+    """Run the backward of one call as a node of the graph being traced. Return a gradient for each input, None where
+    there is none."""
+    tensors: list[Tensor] = []
+    call = _call_string(stage._replace(inputs=tuple(inputs[1:])), inputs[0], tensors)
+    kept: list[Tensor] = []
+    pack(stage.buffers, kept)
+    mask = pack(saved, kept)
+    made = iter(torch.ops.octavo.run_bwd([*kept, *grads], call, mask, False))
+    from_node, passed = _gradients(call)
+    found = [next(made) if one else None for one in from_node]
+    for i, other in passed:
+        found[i] = found[other] if other >= 0 else grads[-1 - other]
+    return found
+
+
+@while_tracing
+def _gradients(call: str) -> tuple[tuple[bool, ...], tuple[tuple[int, int], ...]]:
+    """Return which gradients a backward node returns, and those that are another's."""
+    parsed = node_call(call)
+    wants = parsed.layer.wants(parsed.config)
+    from_node = [wanted and not theirs for wanted, theirs in zip(wants, parsed.theirs, strict=True)]
+    return tuple(from_node), tuple(parsed.passed.items())
 
 
 def run_into(stage: Stage, x: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:

@@ -1,7 +1,10 @@
 """The error for a tensor that backward needs and that was written to after forward, by an optimizer's step, say."""
 
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from octavo.errors import ModifiedInPlace
 from octavo.recipes import Delayed
@@ -13,6 +16,11 @@ FOUND = re.compile(  # torch writes torch.FloatTensor and torch.cuda.FloatTensor
     r"(\d+); expected version (\d+)"
 )
 CODES = re.compile(r"ByteTensor|Float8|Float4")
+
+
+def versions_of(operands: Iterable[Any]) -> tuple[int, ...]:
+    """The versions of those of the operands that are plain tensors, which may be the caller's own memory."""
+    return tuple([t._version for t in operands if isinstance(t, Tensor)])
 
 
 def title_of(owner: Any, layer: Any) -> str:

@@ -6,6 +6,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
+class Wanted(NamedTuple):
+    """The gradients that a call's backward may compute."""
+
+    dx: bool = False
+    dw: bool = False
+    db: bool = False
+    ds: bool = False  # of the scales of the bias
+
+
 class Stage(NamedTuple):
     """One operation's part in one call: all of a layer's call but x."""
 
@@ -16,7 +25,7 @@ class Stage(NamedTuple):
     needs: bool  # whether it wants any gradient
     width: int | None = None  # y's last dim; None: x's
     outputs: tuple[Any, ...] = ()  # y and side outputs, as Edges, of an operation that describes them itself
-    anchored: bool = False  # backward must run for its writes, though no input takes a gradient
+    writes_in_backward: bool = False  # backward must run for its writes, though no input takes a gradient
     unchanged: Sequence[Tensor] = ()  # tensors that must not be written to before backward
     out: Tensor | None = None  # the caller's memory for y
     after: Any = None  # called with its auxiliary outputs, once forward has run

@@ -94,6 +94,7 @@ def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tenso
 
 
 _quantized_anchor.register_autograd(_anchor_gradient, setup_context=_count_parts)
+ANCHOR = torch.ops.octavo.anchor.default
 
 
 def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Delayed scaling (the recipe fp8-delayed): scales that follow from amaxes of earlier steps.
 
     delayed_state       DelayedState: windows of amaxes and inverse scales, as tensors
-    delayed_scaling     the state that one module owns: when it is made, which calls raise a running amax
-    cast_arguments      what a cast gets from it
+    delayed_scaling     the state that one module owns: when it is made, which calls raise a running amax,
+                        and what a cast gets from it
     update_operators    the end of a step, as operators that a graph can hold
     saved_state         this state in a checkpoint
 

@@ -8,10 +8,13 @@ Until a step has seen an operand, calls measure it (`cold_start="current"`). The
 and then uses the slot's inverse scale, even in a call that was told to measure. `uncalibrated`, the host's copy of that
 knowledge, is updated after a step, and allows calls that do not measure: fused ones. An operand of several experts was
 seen once that of one of them was, and the others take the smallest inverse scale of those that were
-(`octavo.scaling.delayed_state.lend`)."""
+(`octavo.scaling.delayed_state.lend`).
+
+A layer's `scaling` is a flat tuple: the inverse scales of x, w and dy; where one of the three is measured, also how
+many amaxes each of them has seen. One operand's part is its inverse scale, and if it is measured also its count."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,9 +28,10 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant.qtensor import Parts
+from octavo.quant.quantizer import CastArgs, QuantizerPair
+from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import Delayed, Recipe
-from octavo.scaling.cast_arguments import LETTERS
-from octavo.scaling.delayed_state import KEPT, DelayedState, lend
+from octavo.scaling.delayed_state import KEPT, DelayedState, calibrated_inverse_scale, lend
 
 DIRECTIONS = ("forward", "backward")
 BUFFER_NAMES = {
@@ -36,12 +40,14 @@ BUFFER_NAMES = {
 }
 FORWARD, BACKWARD = (BUFFER_NAMES[direction] for direction in DIRECTIONS)
 BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
+X, W, DY = range(3)  # places in `scaling`
+LETTERS = "xwd"  # of x, w, dy in `uncalibrated`, which files of layers have
 OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before a warning
 CLOSURES = 32  # changes of a weight that a step of an attached optimizer may make: LBFGS calls the model up to 25 times
 LOOKS = 8  # the host asks the device what it has seen after each of this many steps,
 LATER = 64  # and then once in this many
-
+Measure = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's amax by a quantizer, unless the flag is set
 
 _LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory must be stepped
 ATTACHMENTS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of `octavo.attach`: each steps the modules in its `layers`
@@ -72,6 +78,49 @@ def _hear_optimizers() -> None:
             say_late()
 
     register_optimizer_step_post_hook(after)
+
+
+class Measured(NamedTuple):
+    """Which operands a call scales by their own amax."""
+
+    x: bool = False
+    w: bool = False
+    dy: bool = False
+
+
+class RunningAmaxes(NamedTuple):
+    """Tensors that the casts of x and w raise to their amaxes; None where amaxes are not observed."""
+
+    x: Tensor | None = None
+    w: Tensor | None = None
+
+
+def part_of(place: int, is_measured: bool) -> slice:
+    """The slice of `scaling` that is an operand's part."""
+    return slice(place, None, 3) if is_measured else slice(place, place + 1)
+
+
+def cast_args(
+    recipe: Recipe,
+    pair: QuantizerPair,
+    part: Sequence[Tensor],
+    measure: Measure,
+    running_amax: Tensor | None,
+    seed: Tensor | None = None,
+) -> CastArgs:
+    """The arguments of a cast by a pair of quantizers. A measured operand of which no part has seen an amax is
+    scaled by its own. If scaling is not delayed: the seed, for stochastic rounding."""
+    if not part:
+        return CastArgs(seed=seed)
+    if len(part) == 1:
+        return CastArgs(inverse_scale=part[0], running_amax=running_amax)
+    spec = pair[0] or pair[1]
+    assert isinstance(spec, Tensorwise) and isinstance(recipe, Delayed)
+    is_calibrated = part[1] > 0
+    if is_calibrated.numel() > 1:  # experts that have seen an amax lend their inverse scales to those that have not
+        is_calibrated = is_calibrated.any().expand(is_calibrated.shape)
+    inverse_scale = calibrated_inverse_scale(part[0], is_calibrated, measure(spec, is_calibrated), spec, recipe.margin)
+    return CastArgs(inverse_scale=inverse_scale, running_amax=running_amax)
 
 
 class _Views(NamedTuple):
@@ -160,7 +209,7 @@ class DelayedScaling:
         buffers = module._hidden._buffers
         return DelayedState(**{field: buffers[name] for field, name in BUFFER_NAMES[direction].items()})
 
-    def of_call(self, module: Any, measured: str = "", observe: bool = False) -> tuple[Parts, Parts]:
+    def of_call(self, module: Any, measures: bool = False, observe: bool = False) -> tuple[Parts, Parts]:
         """Return the inverse scales of x, w, dy, and if one is measured how many amaxes each has seen; then, if they
         are observed, the running amaxes of x and w. All are views of the buffers."""
         buffers = module._hidden._buffers
@@ -173,7 +222,7 @@ class DelayedScaling:
         ):  # fmt: skip
             views = self._make_views(scale, amax)
         scales: Parts = (*views.scales, buffers[BACKWARD["inverse_scale"]])
-        if measured:
+        if measures:
             scales = (*scales, *_halves(buffers[FORWARD["head"]]), buffers[BACKWARD["head"]])
         return scales, views.amaxes if observe else ()
 
@@ -185,18 +234,19 @@ class DelayedScaling:
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
-    def measures(self, weight: str, grads: str, codes: bool) -> str:
-        """Return the letters of the operands that a call measures: those in `uncalibrated` that it casts. It scales
-        them by their own amax, unless the device knows that a step has seen them. Usually there are none: ask
-        `uncalibrated` first."""
-        letters = "x" if "x" in self.uncalibrated and not codes else ""
-        letters += "w" if "w" in self.uncalibrated and weight == "plain" else ""
-        letters += "d" if "d" in self.uncalibrated and ("x" in grads or "w" in grads) else ""
+    def measures(self, casts_x: bool, casts_w: bool, casts_dy: bool) -> Measured:
+        """Return which operands a call measures: those in `uncalibrated` that it casts. It scales them by their own
+        amax, unless the device knows that a step has seen them. Usually there are none: ask `uncalibrated` first."""
+        measured = Measured(
+            casts_x and "x" in self.uncalibrated, casts_w and "w" in self.uncalibrated,
+            casts_dy and "d" in self.uncalibrated,
+        )  # fmt: skip
+        letters = "".join([letter for letter, is_measured in zip(LETTERS, measured, strict=True) if is_measured])
         if torch.compiler.is_compiling():
             self._measure_now(letters)
         else:
             self.measure(letters)
-        return letters
+        return measured
 
     @while_tracing
     def _measure_now(self, letters: str) -> bool:
@@ -208,7 +258,7 @@ class DelayedScaling:
         running = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["running_amax"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
-            slots = self.of_call(layer, "w" if "w" in self.uncalibrated else "")[0][1::3]
+            slots = self.of_call(layer, "w" in self.uncalibrated)[0][1::3]
         return [running] if observe and running is not None else [], list(slots)
 
     # -- a checkpoint --------------------------------------------------------------------------------------------------

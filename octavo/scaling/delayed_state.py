@@ -192,8 +192,7 @@ class DelayedState:
             spec: the quantizer that will cast x.
             x: the tensor. It is read only while the slot's window is empty and cold_start is "current".
             cold_start: the inverse scale while the window is empty: "one" for 1, "current" for the one that x's own
-            amax
-                gives, less `margin`.
+                amax gives, less `margin`.
             margin: powers of two to keep free above x's own amax.
 
         Returns:

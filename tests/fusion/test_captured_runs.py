@@ -1,5 +1,5 @@
 """Sequentials in CUDA graphs: captured by hand, by torch.cuda.make_graphed_callables and by torch.compile, with sizes
-of groups that change between replays, gradients that go to main_grad, and weight gradients that are put off.
+of groups that change between replays, gradients that go to main_grad, and weight gradients that are deferred.
 
 Capturing wants warm-up steps, and those move what a recipe remembers: it is saved before and loaded after. Tails of
 grouped inputs hold NaN."""
@@ -201,7 +201,7 @@ def test_a_captured_step_of_grouped_layers_follows_sizes_that_change(recipe, mai
 @pytest.mark.parametrize("build", [dense_model, grouped_model], ids=["dense", "grouped"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
 @fusing
-def test_weight_gradients_put_off_in_the_same_graph(build, recipe, main_grad):
+def test_deferred_weight_gradients_in_the_same_graph(build, recipe, main_grad):
     model, static = build(recipe, delay_wgrad_compute=True), Static(build is grouped_model)
     if main_grad:
         give_buffers(model)
@@ -329,7 +329,7 @@ def graphed_weight_gradients(model):
 @builds
 @recipes(["bf16", "fp8-delayed", "fp8-current"])
 @fusing
-def test_graphed_callables_with_weight_gradients_put_off(build, recipe, main_grad):
+def test_graphed_callables_with_deferred_weight_gradients(build, recipe, main_grad):
     model, static = build(recipe, delay_wgrad_compute=True), Static(build is grouped_model)
     if main_grad:
         give_buffers(model)

@@ -329,8 +329,8 @@ def test_an_operation_without_slots_has_none_to_bind():
         octavo.Linear(H, H).set_extra_output_channel(0, "a")
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"a"], ids=str)
-def test_a_name_that_is_none_is_a_value_error(name):
+@pytest.mark.parametrize("name", ["", 3, b"a"], ids=str)
+def test_a_name_that_is_no_name_is_a_value_error(name):
     with pytest.raises(ValueError):  # noqa: PT011
         Take().set_extra_input_channel(0, name)
     with pytest.raises(ValueError):  # noqa: PT011

@@ -93,8 +93,8 @@ def test_a_forward_fusion_over_an_addition_compiles(name, frozen):
     pattern, before, after = PATTERNS[name]
     rule = ops.Forward(ops.Rule("summed", pattern, Summed))
     model = octavo.Sequential(*built(before), *built(pattern), *built(after), rules=(rule,))
-    extras = sum(op.num_extra_inputs for op in model)
-    inputs = [whole(M, H, seed=i) for i in range(1 + extras)]
+    extra_inputs = sum(op.num_extra_inputs for op in model)
+    inputs = [whole(M, H, seed=i) for i in range(1 + extra_inputs)]
     assert "summed" in model.explain(*[t.clone().requires_grad_() for t in inputs]).fired
     twin = octavo.Sequential(*copy.deepcopy(list(model)), rules=None)
     dy = whole(M, H, seed=50)

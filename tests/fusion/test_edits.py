@@ -152,12 +152,12 @@ def test_extra_inputs_and_outputs_pass_through(kept):
             octavo.Sequential(ops.AddExtraInput()), ops.MakeExtraOutput(), ops.SiLU(),
         )  # fmt: skip
 
-    x, *extras = (rows() for _ in range(4))
-    want = build()(x, *extras)
+    x, *extra_inputs = (rows() for _ in range(4))
+    want = build()(x, *extra_inputs)
     model = build()
     kept(model[1])
     for call in (model, compiled_anew(model)):
-        assert_equal(call(x, *extras), want)
+        assert_equal(call(x, *extra_inputs), want)
     with pytest.raises(ValueError, match="takes 1 extra input besides x, got 0"):
         octavo.Sequential(octavo.ops.AddExtraInput())(x)
     with pytest.raises(ValueError, match="takes 3 extra inputs besides x, got 1"):

@@ -9,6 +9,7 @@ import octavo
 from octavo import ops
 from octavo.ops import rounding_layer
 from octavo.runtime.contract import LAYERS
+from tests.support.contract_checks import wants
 from tests.support.custom_operations import Doubled, Powered, computes, define, fused, quadruple, stepped
 from tests.support.linear_oracle import spiky
 from tests.support.sequentials import H, assert_unfused, fill, rows
@@ -50,7 +51,7 @@ FUSED = {  # -> the function that is wrong, the error, what came back
     "saves for four": ({"save": lambda *_: ((),) * 4}, TypeError, "got 4 entries"),
     "saves None": ({"save": lambda *_: None}, TypeError, "got None"),
     "saves None for one": ({"save": lambda *_: ((), None)}, TypeError, "operation 1, got None"),
-    "saves a float": ({"save": lambda *_: ((3.0,), ())}, TypeError, "returned a float"),
+    "saves a dtype": ({"save": lambda *_: ((torch.int8,), ())}, TypeError, "returned a dtype"),
     "saves something made": (
         {"save": lambda configs, inputs, outputs, fresh: ((inputs[0].x + 1,), ())}, TypeError, "made a float32 tensor",
     ),
@@ -243,6 +244,6 @@ def test_a_backward_fusion_has_the_auxiliary_outputs_of_the_operations_whose_for
         def fuser_backward(configs, saved, grads, wants):
             return ({},)
 
-    codes = rounding_layer.Config(spec=octavo.quant.MX(), grads="x")  # its codes and scale are auxiliary outputs
+    codes = rounding_layer.Config(spec=octavo.quant.MX(), **wants("dx"))  # its codes and scale are auxiliary outputs
     layer = LAYERS[Back.op_name]
     assert layer.auxiliary(layer.Config(side="backward", stages=(codes,))) == 2

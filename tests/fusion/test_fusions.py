@@ -359,7 +359,7 @@ def test_hooks_fire_for_the_dummy(name):
 @elsewhere
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_weight_gradients_put_off(name, recipe, main_grad):
+def test_deferred_weight_gradients(name, recipe, main_grad):
     model = build(name, recipe)
     twin = unfused(model)
     for op in linears(model):

@@ -68,8 +68,8 @@ def test_what_a_hook_returns_takes_the_place_of_an_operations_output():
 def test_explain_says_that_hooks_of_all_modules_keep_operations_apart():
     model = MODELS["LayerNormMLP"]()
     with hooked("forward_hook", lambda *_: None):
-        told = model.explain(torch.randn(8, H))
-    assert not told.fired and told.alone[0] == "LayerNorm: hooks of all modules are registered"
+        explanation = model.explain(torch.randn(8, H))
+    assert not explanation.fired and explanation.alone[0] == "LayerNorm: hooks of all modules are registered"
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")

@@ -38,7 +38,7 @@ PLAIN = {"swiglu": ops.SwiGLU, "gelu": ops.GELU}
 ONE = FUSED_AT_ONCE["fp8-delayed"]  # delayed scaling whose first step fuses
 
 
-def told(model, inputs):
+def explained(model, inputs):
     """The report on a call that wants the gradients that `step` asks for."""
     return model.explain(*(t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs))
 
@@ -65,7 +65,7 @@ def assert_alike(model, inputs, dy, **given):
 def test_a_scaled_mlp_has_the_bits_of_its_layers(recipe, make):
     model = mlp(recipe, make)
     inputs, dy = batch()
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     found = assert_alike(model, inputs, dy)
     assert all(t is None or t.isfinite().all() for t in found)
     assert found[3][:USED].abs().sum() > 0 and not found[3][USED:].any()  # gradients of the probabilities
@@ -76,7 +76,7 @@ def test_a_scaled_mlp_has_the_bits_of_its_layers(recipe, make):
 def test_an_mlp_without_probabilities(recipe, make):
     model = mlp(recipe, make)
     inputs, dy = batch(scaled=False)
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     assert_alike(model, inputs, dy)
 
 
@@ -85,7 +85,7 @@ def test_biases_and_a_bias_scaled_by_probabilities(recipe):
     model = mlp(recipe, bias=True, second={"scale_bias": True})
     (x, of, probs, _), dy = batch()
     inputs = (x, of, probs, of, probs)
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     assert_alike(model, inputs, dy)
 
 
@@ -140,7 +140,7 @@ def test_against_float64(name, interleave):
     x, dy, other = 2 * randn(ROWS, H, seed=3), randn(ROWS, H, seed=4), randn(ROWS, seed=5)
     x[USED:] = dy[USED:] = other[USED:] = float("nan")
     inputs = (x, of, probs, of, other)
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     found = step(model, inputs, dy)
     leaves = [t[:USED].double().requires_grad_() for t in (x, probs, other)]
     params = [p.detach().double().requires_grad_() for p in model.parameters()]
@@ -184,7 +184,7 @@ def test_the_scales_of_the_second_bias_need_not_be_the_probabilities(recipe):
     model = mlp(recipe, bias=True, second={"scale_bias": True})
     (x, of, probs, _), dy = batch()
     inputs = (x, of, probs, of, spiky(ROWS, seed=8))
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     found = assert_alike(model, inputs, dy)
     assert found[3].abs().sum() > 0 and found[5].abs().sum() > 0
 
@@ -316,7 +316,7 @@ def test_weights_held_as_codes(recipe):
 def test_weight_gradients_that_wait(recipe):
     model, twin = mlp(recipe, delay_wgrad_compute=True), mlp(recipe, rules=None)
     inputs, dy = batch()
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     found, want = step(model, inputs, dy), step(twin, inputs, dy)
     assert_equal(found[:5], want[:5])
     assert all(p.grad is None for p in model.parameters())
@@ -346,7 +346,7 @@ def test_main_grad_is_overwritten_and_hooks_get_zeros(recipe, layout):
     for p in model.parameters():
         p.main_grad, p.overwrite_main_grad = torch.full(p.shape, float("nan")), True
         p.grad_added_to_main_grad = False
-    assert told(model, inputs).fired == RULES
+    assert explained(model, inputs).fired == RULES
     found, want = step(model, inputs, dy), step(twin, inputs, dy)
     assert_equal(found[:5], want[:5])
     for mine, theirs in ((model[0], twin[0]), (model[2], twin[2])):
@@ -378,7 +378,7 @@ def test_an_activation_checkpoint_recomputes_the_same_bits():
 def test_two_recipes_are_refused_in_a_sentence_and_run_as_they_are():
     model = mlp("fp8-block", second={"recipe": "fp8-current"})
     inputs, dy = batch()
-    report = told(model, inputs)
+    report = explained(model, inputs)
     assert "grouped-mlp" not in report.fired
     assert any(r.rule == "grouped-mlp" and "different recipes" in r.sentence for r in report.refused)
     assert_alike(model, inputs, dy)
@@ -405,7 +405,7 @@ def test_what_does_not_match_runs_as_it_is(case):
     ))  # fmt: skip
     (x, of, probs, _), dy = batch()
     inputs = (x, of, *((probs,) if extra else ()), of)
-    report = told(model, inputs)
+    report = explained(model, inputs)
     assert "grouped-mlp" not in report.fired
     reasons = [r.sentence for r in report.refused if r.rule == "grouped-mlp"]
     assert len(reasons) == ("precision" in case) and all("high precision" in why or "codes" in why for why in reasons)
@@ -424,7 +424,7 @@ def test_widths_that_do_not_fit_are_refused():
 def test_bf16_has_no_cast_to_fuse():
     model = mlp("bf16")
     inputs, dy = batch()
-    assert told(model, inputs).fired == ()
+    assert explained(model, inputs).fired == ()
     assert_alike(model, inputs, dy)
 
 
@@ -432,7 +432,7 @@ def test_the_first_step_of_delayed_scaling_is_unfused_and_later_ones_fuse():
     model, twin = mlp("fp8-delayed"), mlp("fp8-delayed", rules=None)
     for seed in range(3):
         inputs, dy = batch((20, 10, 17), seed=seed)  # a group without rows would go on being measured
-        assert ("grouped-mlp" in told(model, inputs).fired) == (seed > 0)
+        assert ("grouped-mlp" in explained(model, inputs).fired) == (seed > 0)
         assert_equal(step(model, inputs, dy), step(twin, inputs, dy), f"step {seed}")
         octavo.step(model), octavo.step(twin)
         assert_state(model, twin)
@@ -444,9 +444,9 @@ def test_one_grouped_layer_and_an_activation(recipe):
     after = fill(octavo.Sequential(ops.ScaledSwiGLU(), octavo.GroupedLinear(G, H // 2, FFN, recipe=recipe)))
     (x, of, probs, _), _ = batch()
     dy = spiky(ROWS, FFN, seed=4)
-    assert told(before, (x, of, probs)).fired == ("grouped-linear-activation",)
+    assert explained(before, (x, of, probs)).fired == ("grouped-linear-activation",)
     assert_alike(before, (x, of, probs), dy)
-    assert told(after, (x, probs, of)).fired == ("activation-grouped-linear",)
+    assert explained(after, (x, probs, of)).fired == ("activation-grouped-linear",)
     assert_alike(after, (x, probs, of), dy)
 
 
@@ -556,7 +556,7 @@ def test_a_first_bias_that_is_scaled_keeps_its_gradients(recipe):
     (x, of, probs, _), dy = batch()
     twin = unfused(model)
     inputs = (x, of, probs, probs, of, probs)
-    assert "grouped-mlp" not in told(model, inputs).fired
+    assert "grouped-mlp" not in explained(model, inputs).fired
     found, want = step(model, inputs, dy), step(twin, inputs, dy)
     assert found[3] is not None
     assert_equal(found, want)

@@ -73,7 +73,7 @@ def test_groups_keep_what_the_ledger_says_to_the_byte(recipe, way):
     x, sizes = spiky(40, 48).requires_grad_(), torch.tensor([20, 0, 17])
     if "experts" in way:
         model, probs = fill(moe.Experts(3, 48, 32, recipe=recipe, **settings)), torch.rand(40, 2, requires_grad=True)
-        data, permutation = (x, torch.arange(80).view(40, 2) % 3, probs), 2 * 4 * 80  # positions and slots
+        data, permutation = (x, torch.arange(80).view(40, 2) % 3, probs), 2 * 4 * 80  # positions and assignments
     else:
         model, probs = grouped(recipe, **settings), torch.rand(40, requires_grad=True)
         data, permutation = (x, sizes, probs, sizes), 0

@@ -95,7 +95,7 @@ def check(recipe, case, compiled=False):
 
 def held_values(linear):
     """The weight, or what it stands for where codes are all there is."""
-    return linear._codes.values(linear) if linear._codes.held else linear.weight.detach()
+    return linear._codes.values(linear) if linear._codes.has_quantized_weight else linear.weight.detach()
 
 
 # nothing, everything, each alone and each with compute

@@ -506,11 +506,6 @@ def test_a_fused_forward_in_one_piece_is_static():
                 return None
 
 
-def test_a_fused_forward_in_one_piece_has_no_place_for_extra_outputs():
-    with pytest.raises(UnsupportedConfig, match=r"OnePiece, of the rule 'mine', .* of MakeExtraOutput"):
-        ops.Rule("mine", (ops.MakeExtraOutput, Doubled), OnePiece)
-
-
 def test_a_step_without_a_curve_is_named_by_what_it_does():
     """They are one layer, whose function is y = x."""
     model = octavo.Sequential(ops.Bias(8), ops.Dropout(0.5), ops.ConstantScale(2.0), ops.GELU())

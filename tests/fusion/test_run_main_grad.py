@@ -1,4 +1,4 @@
-"""Weight gradients of a run that go to main_grad or are put off: of its first layer, beside custom rules, refused."""
+"""Weight gradients of a run that go to main_grad or are deferred: of its first layer, beside custom rules, refused."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_a_first_layer_whose_only_gradient_is_in_a_buffer(wrap, after):
     torch.testing.assert_close(layer.weight.main_grad, want)
 
 
-def test_a_first_layer_whose_gradient_is_put_off():
+def test_a_first_layer_whose_gradient_is_deferred():
     layer = linear(bias=False, delay_wgrad_compute=True)
     octavo.Sequential(layer, ops.GELU())(rows()).sum().backward()
     layer.backward_dw()

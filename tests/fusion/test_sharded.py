@@ -31,9 +31,9 @@ def blocks(kind, recipe):
     return nn.ModuleList(made), ()
 
 
-def through(model, x, extras):
+def through(model, x, extra_inputs):
     for block in model:
-        x = block(x, *extras)
+        x = block(x, *extra_inputs)
     return x
 
 
@@ -59,13 +59,13 @@ def sharded(model, mesh, *, compiled):
 def train(kind, recipe, rank, *, compiled):
     """Three steps of a model whose parameters lie in two processes, and of one that is whole in each."""
     torch._dynamo.reset()
-    plain, extras = blocks(kind, recipe)
+    plain, extra_inputs = blocks(kind, recipe)
     model = sharded(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), compiled=compiled)
     pair = plain, model
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in pair]
     for step in range(3):
         x, dy = batch(seed=10 * step + rank)
-        want, found = (through(m, x, extras) for m in pair)
+        want, found = (through(m, x, extra_inputs) for m in pair)
         assert_same(found, want)
         assert compiled or runs(found) == runs(want) > 0
         want.backward(dy)
@@ -200,7 +200,7 @@ def test_a_weight_whose_making_has_a_memory(kind, compiled):
     """Spectral norm goes one step further each time that the weight is made: once for each forward, and not when a
     step ends."""
     given = (3, H, H) if kind is octavo.GroupedLinear else (H, H)
-    layer, extras = fill(kind(*given, recipe="fp8-delayed")), (SPLITS,) if len(given) == 3 else ()
+    layer, extra_inputs = fill(kind(*given, recipe="fp8-delayed")), (SPLITS,) if len(given) == 3 else ()
     plain = nn.Module()
     plain.weight = nn.Parameter(layer.weight.detach().clone())
     for module in (layer, plain):
@@ -209,7 +209,7 @@ def test_a_weight_whose_making_has_a_memory(kind, compiled):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     for i in range(3):
-        call(spiky(M, H, seed=i), *extras).sum().backward()
+        call(spiky(M, H, seed=i), *extra_inputs).sum().backward()
         optimizer.step()
         octavo.step(layer)
         assert plain.weight is not None

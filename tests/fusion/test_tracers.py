@@ -25,8 +25,8 @@ def name_of(kind):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_symbolic_trace_is_refused(kind, recipe):
-    module, extras = build(kind, recipe)
-    for root in (module, Holder(module, extras)):
+    module, extra_inputs = build(kind, recipe)
+    for root in (module, Holder(module, extra_inputs)):
         with pytest.raises(UnsupportedDtype, match=f"{name_of(kind)} {SYMBOL}.*{WAY_OUT}.*is_leaf_module is True"):
             fx.symbolic_trace(root)
 
@@ -41,10 +41,10 @@ class Sized(fx.Proxy):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_symbols_that_have_a_dtype_are_symbols(kind):
-    module, extras = build(kind, "bf16")
+    module, extra_inputs = build(kind, "bf16")
     x = Sized(fx.Graph().placeholder("x"))
     with pytest.raises(UnsupportedDtype, match=f"{name_of(kind)} {SYMBOL}"):
-        module(x, *extras)
+        module(x, *extra_inputs)
 
 
 class Tracer(fx.Tracer):

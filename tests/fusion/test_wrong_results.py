@@ -120,7 +120,7 @@ def test_gradients_like_their_inputs_are_none():
 
 LEGACY_UNLIKE = {
     "x": lambda self, ctx, dy: (dy.sum(0).expand(3, *dy.shape).clone(), (dy.sum(0),)),
-    "parameter 0": lambda self, ctx, dy: (dy.clone(), (dy.sum(0).expand(3, H).clone(),)),
+    "gain": lambda self, ctx, dy: (dy.clone(), (dy.sum(0).expand(3, H).clone(),)),
 }
 
 

@@ -46,7 +46,7 @@ class Option:
     frozen: tuple[str, ...] = ()  # "x", or a part of a parameter's name
     main_grad: str = ""  # "add" to float32, or "overwrite" bfloat16
     delay: bool = False  # backward_dw() after each backward
-    held: bool = False  # weights held as codes
+    quantized_weight: bool = False  # a weight that is stored as codes
     ambient: bool = False  # the recipe comes from octavo.autocast
     checkpoint: bool = False
     buffers: bool = False  # out= and dgrad_out=
@@ -74,7 +74,7 @@ COMMON = {  # of Linear and GroupedLinear
     "delayed dW to main_grad, cache": Option(
         {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}, calls=CACHED, main_grad="add", delay=True
     ),
-    "held weights": Option(held=True),
+    "held weights": Option(quantized_weight=True),
     "checkpoint": Option(checkpoint=True),
     "autocast": Option(ambient=True),
     "float32 weights": Option(float32_weights=True),
@@ -220,8 +220,8 @@ def _operations() -> Iterator[Case]:
 
 
 def _can_be(case: Case) -> bool:
-    """A weight is held as codes where its recipe makes some."""
-    return not (case.how.held and case.recipe == "bf16")
+    """A weight is stored as codes where its recipe makes some."""
+    return not (case.how.quantized_weight and case.recipe == "bf16")
 
 
 CASES = {case.name: case for case in _listed() if _can_be(case)}

@@ -147,7 +147,7 @@ def played(case: Case, device: str, wrap: Callable[[Any], Any]) -> Labelled:
             found += _microbatch(case, model, call, keywords, f"{step}.{microbatch}", device)
         found += _gradients(model, step)
         octavo.step(model)
-        if not case.how.held:
+        if not case.how.quantized_weight:
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(-0.75)
@@ -166,7 +166,7 @@ def built(case: Case, device: str) -> nn.Module:
             p.copy_(grid(name, *p.shape, unit=2**-8 if p.dim() == 1 else 2**-14, signs=(1, 1)))
             p.requires_grad_(not any(part in name for part in how.frozen))
     _set_seeds(model, case)
-    if how.held:
+    if how.quantized_weight:
         octavo.quantize_weights(model)
     for layer in (m for m in model.modules() if how.main_grad and isinstance(m, LAYERS)):
         for name, p in layer.named_parameters():

@@ -24,6 +24,7 @@ from tests.support.activation_formulas import (
     sizes,
     taken_apart,
 )
+from tests.support.contract_checks import wants
 from tests.support.pairs import pairs
 
 every = pytest.mark.parametrize("name", ACTIVATIONS)
@@ -183,7 +184,7 @@ def test_kept_elements_are_scaled_and_have_the_same_gradient(p):
 
 
 def test_a_config_is_its_string():
-    config = layer.Config("clamped-swiglu", alpha=2.0, interleave=8, scales_dtype="float32", grads="xs")
+    config = layer.Config("clamped-swiglu", alpha=2.0, interleave=8, scales_dtype="float32", **wants("dx ds"))
     assert layer.config(config.key) == config
     assert config.function == ACTIVATIONS["clamped-swiglu"]._replace(alpha=2.0, interleave=8)
     assert layer.Config("situglu", beta=12.0).function == ACTIVATIONS["situglu"]._replace(beta=12.0)

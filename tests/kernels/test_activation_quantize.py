@@ -270,10 +270,10 @@ CASES = {
 def test_triton_fills_the_same_bytes_whatever_goes_along(case, spec, operand):
     (fn, extra), (m, h, dtype) = CASES[case], operand
     h += -h % (fn.interleave or 1)
-    x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
-    check_forward(fn, x, extras, spec)
+    x, dy, extra_inputs = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
+    check_forward(fn, x, extra_inputs, spec)
     bias_grad = dtype if "bias" in extra else None
-    check_backward(fn, x, dy, extras, spec, spec if fn.remembers else None, bias_grad=bias_grad)
+    check_backward(fn, x, dy, extra_inputs, spec, spec if fn.remembers else None, bias_grad=bias_grad)
 
 
 @pytest.mark.gpu
@@ -303,11 +303,11 @@ def test_triton_measures_whatever_goes_along(case):
     for m, h, dtype in ((130, 384, torch.bfloat16), (37, 51, torch.float16)):
         if fn.gated and fn.interleave and h % fn.interleave:
             continue
-        x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
-        check_forward(fn, x, extras, Tensorwise(), inverse_scale=None)
+        x, dy, extra_inputs = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
+        check_forward(fn, x, extra_inputs, Tensorwise(), inverse_scale=None)
         bias_grad = dtype if "bias" in extra else None
         again = Tensorwise() if fn.remembers else None
-        check_backward(fn, x, dy, extras, Tensorwise(E5M2), again, bias_grad=bias_grad, inverse_scale=None)
+        check_backward(fn, x, dy, extra_inputs, Tensorwise(E5M2), again, bias_grad=bias_grad, inverse_scale=None)
 
 
 @pytest.mark.gpu

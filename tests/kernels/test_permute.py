@@ -1,4 +1,4 @@
-"""The kernels of a permutation: the sort against a loop over slots, rows against torch, gradients against autograd."""
+"""The kernels of a permutation: the sort against a loop, rows against torch, gradients against autograd."""
 
 from fractions import Fraction
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 device = pytest.mark.parametrize("device", DEVICES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DENSE = {"index": False, "mask": True}
-# tokens, slots, experts, rows (None: as many as may be needed), align
+# tokens, assignments, experts, rows (None: as many as may be needed), align
 CASES = {
     "one of each": (1, 1, 1, None, 1),
     "odd": (37, 2, 7, None, 1),
@@ -26,7 +26,7 @@ CASES = {
     "no room": (20, 2, 7, 0, 1),
     "no tokens": (0, 2, 7, 16, 8),
     "many experts": (257, 8, 1024, None, 1),
-    "many slots": (70, 32, 33, None, 4),
+    "many assignments": (70, 32, 33, None, 4),
 }
 
 
@@ -42,7 +42,7 @@ def sorted_of(case, index):
 
 
 def by_hand(index, experts, rows, align):
-    """Sizes, positions and slots, one slot after the other."""
+    """Sizes, positions and assignments, one assignment after the other."""
     flat = index.flatten().tolist()
     order, sizes = [], []
     for expert in range(experts):
@@ -92,7 +92,7 @@ def test_a_mask_as_a_list_of_experts(shape, device):
 
 
 def inputs(case, width, dtype, device, dense):
-    """(slots, sources, x, rows, probs); rows without a slot, and probabilities of slots without a row, are NaN."""
+    """(assignments, sources, x, rows, probs); rows without an assignment, and probabilities without a row, are NaN."""
     tokens, top_k, experts = case[:3]
     if dense:
         top_k = min(top_k, experts)

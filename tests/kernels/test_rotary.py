@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.rotary import heads_of, rows_of
+from octavo.kernels.rotary import heads_of, rotate, rotate_back, rows_of
 from octavo.ops.attention import RotaryFactors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,6 +50,23 @@ def test_heads_and_their_gradients_are_those_of_float64(sizes, dtype, device):
         assert bool((error <= 1.01 * torch.finfo(dtype).eps * (exactly.abs() / 2 + 4 * torch.finfo(torch.float32).eps)
                      + 4 * torch.finfo(torch.float32).eps).all())  # fmt: skip
     assert torch.equal(found[2].double(), want[2]), "v is as it was"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_have_the_same_sign_on_every_device(device):
+    """Where the sine is zero, at the first position, its sign decides that of a zero."""
+    _, own, other, *_ = case((1, 1, 1, 1, 8), torch.float32, "cpu")
+    low, high = torch.tensor([0.0, -0.0, -0.0, -0.0]), torch.tensor([-0.0, 0.0, 1.0, -1.0])
+    for first, second in ((low, high), (high, low)):
+        given = torch.cat((first, second)).view(1, 1, 1, 8)
+        q, _ = rotate(torch.cat((given,) * 3, -1).view(1, 1, 24).to(device), own.to(device), other.to(device), 1, 1)
+        found = rotate_back(*(given.to(device),) * 3, own.to(device), other.to(device)).view(3, 8)
+        cosine, sine = own[0, 0, :4], other[0, 0, 4:]
+        want = torch.cat((first * cosine + second * -sine, second * cosine + first * sine))
+        back = torch.cat((first * cosine + second * sine, second * cosine + first * -sine))
+        assert torch.equal(q.cpu().view(8).view(torch.int32), want.view(torch.int32))
+        assert torch.equal(found[0].cpu().view(torch.int32), back.view(torch.int32))
+        assert torch.equal(found[2].cpu().view(torch.int32), given.view(8).view(torch.int32))
 
 
 @pytest.mark.parametrize("device", DEVICES)

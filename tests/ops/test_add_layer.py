@@ -5,13 +5,13 @@ import torch
 
 from octavo.ops.add_layer import Config, Inputs, layer
 from octavo.runtime.contract import DTYPES
-from tests.support.contract_checks import check_backward, check_forward
+from tests.support.contract_checks import check_backward, check_forward, wants
 
 
 @pytest.mark.parametrize("extra", ["float32", "bfloat16"])
-@pytest.mark.parametrize("grads", ["", "x", "e", "xe"])
+@pytest.mark.parametrize("grads", ["", "dx", "dextra", "dx dextra"])
 def test_contract(grads, extra):
-    config = Config("bfloat16", extra, grads)
+    config = Config("bfloat16", extra, **wants(grads))
     x, other = torch.randn(3, 8).bfloat16(), torch.randn(3, 8, dtype=DTYPES[extra])
     inputs = Inputs(x, other)
     made = check_forward(layer, config, inputs)
@@ -20,14 +20,14 @@ def test_contract(grads, extra):
 
 
 def test_both_gradients_are_dy_itself_in_one_dtype():
-    config = Config(grads="xe")
+    config = Config(**wants("dx dextra"))
     dy = torch.randn(3, 8)
     assert layer.gradient_aliases(config) == {0: -1, 1: -1}
     assert all(g is dy for g in layer.backward(config, (), (), (dy,)))
 
 
 def test_the_extra_gets_dy_in_its_own_dtype():
-    config = Config("bfloat16", "float32", "xe")
+    config = Config("bfloat16", "float32", **wants("dx dextra"))
     dy = torch.randn(3, 8).bfloat16()
     assert layer.gradient_aliases(config) == {0: -1}
     dx, extra = layer.backward(config, (), (), (dy,))

@@ -105,9 +105,9 @@ def test_a_graph_has_the_same_bits(recipe, device):
 
 
 def test_the_run_ends_with_attention():
-    told = block("fp8-block", residual=True).explain(given())
-    assert [run.ops[-1] for run in told.runs] == ["RotaryAttention", "AddExtraInput"]
-    assert told.runs[0].backward[0] == "linear-rotary"
+    explanation = block("fp8-block", residual=True).explain(given())
+    assert [run.ops[-1] for run in explanation.runs] == ["RotaryAttention", "AddExtraInput"]
+    assert explanation.runs[0].backward[0] == "linear-rotary"
 
 
 @pytest.mark.parametrize("before", [[], [ops.MakeExtraOutput(channel="a")], [ops.RMSNorm(QKV)]], ids=str)
@@ -129,8 +129,8 @@ def test_after_any_operation_x_is_left_as_it_was(before):
 def test_a_bias_before_attention_has_a_gradient():
     torch.manual_seed(0)
     model = octavo.Sequential(ops.Linear(WIDTH, QKV, bias=True, recipe="fp8-block"), attention())
-    told = model.explain(given(dtype=torch.float32))
-    assert "linear-rotary" not in told.fired and "the bias is a sum over rows" in str(told)
+    explanation = model.explain(given(dtype=torch.float32))
+    assert "linear-rotary" not in explanation.fired and "the bias is a sum over rows" in str(explanation)
     model(given(dtype=torch.float32)).square().sum().backward()
     assert model[0].bias.grad.abs().sum() > 0
 

@@ -46,7 +46,7 @@ def _with_a_group(group, rank):
         ops.SumGradient(group),
     )  # fmt: skip
     twin, x = copy.deepcopy(model), torch.arange(16.0).view(4, 4) * (rank + 1)
-    report, told = octavo.explain(model, x), model.explain(x)
+    report, explanation = octavo.explain(model, x), model.explain(x)
     ways = [model, twin, torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)]
     made = [_step(call, x) for call in ways]
     scatter = octavo.Sequential(ops.ConstantScale(2.0), ops.ReduceScatter(group))
@@ -55,7 +55,7 @@ def _with_a_group(group, rank):
         "pickled": pickle.loads(pickle.dumps(model[0])).group is group,
         "equal": [all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True)) for other in made],
         "graphs": (report.graphs, [b.reason for b in report.breaks]),
-        "alone": told.alone,
+        "alone": explanation.alone,
         "refused": _unsupported_reason(scatter, torch.ones(3, 4)),
         "refused scalar": _unsupported_reason(ops.ReduceScatter(group), torch.ones(())),
         "after": scatter(torch.ones(2, 4)).tolist(),  # nothing was sent, so that both processes are still in step

@@ -20,18 +20,19 @@ def test_a_mode_that_does_not_exist_is_refused(name, field):
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize(("field", "value"), [("grads", "xq"), ("measured", "xwb")])
-def test_a_letter_that_does_not_exist_is_refused(name, field, value):
-    with pytest.raises(UnsupportedConfig, match=f"{field} takes letters of .*, got '{value}'"):
-        LAYERS[name].config(f"{name}({field}='{value}')")
+@pytest.mark.parametrize("field", ["wants_dq", "measures_b"])
+def test_a_field_that_does_not_exist_is_refused(name, field):
+    with pytest.raises(UnsupportedConfig, match=field):
+        LAYERS[name].config(f"{name}({field}=True)")
 
 
 @pytest.mark.parametrize("given", SHIPPED)
 @pytest.mark.parametrize("name", MODES)
 def test_a_written_key_is_read_back(name, given):
-    key = call_key(name, recipe(given), dtype="bfloat16", grads="xw", main_grad="add", dummy_grad=True)
+    key = call_key(name, recipe(given), dtype="bfloat16", wants_dx=True, main_grad="add", dummy_grad=True)
     config = LAYERS[name].config(key)
-    assert (config.recipe, config.dtype, config.grads) == (recipe(given), "bfloat16", "xw")
+    assert (config.recipe, config.dtype) == (recipe(given), "bfloat16")
+    assert (config.wants_dx, config.wants_dw) == (True, False)
     assert (config.main_grad, config.dummy_grad) == ("add", True)
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from octavo.ops.fork_layer import Config, Inputs, layer
-from tests.support.contract_checks import check_backward, check_forward
+from tests.support.contract_checks import check_backward, check_forward, wants
 
 
-@pytest.mark.parametrize("grads", ["", "x"])
+@pytest.mark.parametrize("grads", ["", "dx"])
 @pytest.mark.parametrize("leads", [False, True])
 def test_forward_and_backward(leads, grads):
-    config, inputs = Config(leads, grads), Inputs(torch.randn(3, 8))
+    config, inputs = Config(leads, **wants(grads)), Inputs(torch.randn(3, 8))
     made = check_forward(layer, config, inputs)
     assert layer.forks and made.outputs[0] is inputs.x
     if grads:
@@ -25,7 +25,7 @@ def test_only_a_leading_fork_returns_a_token_for_x():
 
 
 def test_dx_is_the_sum_of_the_gradients_that_there_are():
-    config = Config(grads="x")
+    config = Config(**wants("dx"))
     first, second = torch.randn(3, 8), torch.randn(3, 8)
     assert torch.equal(layer.backward(config, (), (), (first, second))[0], first + second)
     assert layer.backward(config, (), (), (first, None))[0] is first

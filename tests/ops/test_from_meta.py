@@ -84,8 +84,8 @@ ARRIVALS = {"assigned": assigned, "to_empty": emptied, "one by one": set_one_by_
 
 def results(model, call, i):
     x = spiky(M, K, seed=i).requires_grad_()
-    extras = (SPLITS,) if isinstance(model, octavo.GroupedLinear) else ()
-    y = call(x, *extras)
+    extra_inputs = (SPLITS,) if isinstance(model, octavo.GroupedLinear) else ()
+    y = call(x, *extra_inputs)
     y.backward(spiky(*y.shape, seed=i + 9))
     found = [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
     model.zero_grad(set_to_none=True)

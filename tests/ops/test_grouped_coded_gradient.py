@@ -38,9 +38,9 @@ def sent(recipe, dy, *, columns, splits=None):
 
 
 def coded_step(layer, x, codes, dtype=torch.float32):
-    leaf, slot = x.clone().requires_grad_(), GradientCodes()
-    y = layer(leaf, sizes(), dy_codes=slot)
-    Combine.apply(y, slot, codes).backward(torch.zeros(y.shape, dtype=dtype))
+    leaf, gradient_codes = x.clone().requires_grad_(), GradientCodes()
+    y = layer(leaf, sizes(), dy_codes=gradient_codes)
+    Combine.apply(y, gradient_codes, codes).backward(torch.zeros(y.shape, dtype=dtype))
     return {"dx": leaf.grad, "dw": stacked(layer), "db": stacked(layer, "bias")}
 
 
@@ -78,9 +78,9 @@ def test_codes_of_another_quantizer_stand_for_their_values(recipe):
 
 def test_dw_later_and_scaled_bias():
     layer, (x, dy) = experts("fp8-block", delay_wgrad_compute=True, scale_bias=True), batch()
-    twin, slot, scales = experts("fp8-block"), GradientCodes(), torch.ones(ROWS, requires_grad=True)
-    y = layer(x, sizes(), scales=scales, dy_codes=slot)
-    Combine.apply(y, slot, sent("fp8-block", dy, columns=True)).sum().backward()
+    twin, gradient_codes, scales = experts("fp8-block"), GradientCodes(), torch.ones(ROWS, requires_grad=True)
+    y = layer(x, sizes(), scales=scales, dy_codes=gradient_codes)
+    Combine.apply(y, gradient_codes, sent("fp8-block", dy, columns=True)).sum().backward()
     assert stacked(layer) is None and scales.grad.any()
     layer.backward_dw()
     assert_same(stacked(layer), step(twin, x, dy)["dw"])
@@ -88,10 +88,12 @@ def test_dw_later_and_scaled_bias():
 
 def test_x_and_dy_both_as_codes():
     layer, twin, (x, dy) = experts("fp8-block"), experts("fp8-block"), batch()
-    leaf, slot = x.clone().requires_grad_(), GradientCodes()
+    leaf, gradient_codes = x.clone().requires_grad_(), GradientCodes()
     gemms = octavo.recipe("fp8-block").linear()
     q = gemms.fprop.left.quantize_groups(leaf, sizes(), column=gemms.wgrad.right)
-    Combine.apply(layer(q, dy_codes=slot), slot, sent("fp8-block", dy, columns=True)).sum().backward()
+    Combine.apply(
+        layer(q, dy_codes=gradient_codes), gradient_codes, sent("fp8-block", dy, columns=True)
+    ).sum().backward()
     want = step(twin, x, dy)
     assert_same(leaf.grad, want["dx"])
     assert_same(stacked(layer), want["dw"])
@@ -104,36 +106,36 @@ def test_an_empty_slot_casts_dy():
 
 
 def test_a_second_use_of_y_is_refused():
-    layer, slot, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
-    y = layer(x, sizes(), dy_codes=slot)
-    loss = Combine.apply(y, slot, sent("fp8-block", dy, columns=False)).sum() + y.sum()
+    layer, gradient_codes, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
+    y = layer(x, sizes(), dy_codes=gradient_codes)
+    loss = Combine.apply(y, gradient_codes, sent("fp8-block", dy, columns=False)).sum() + y.sum()
     with pytest.raises(UnsupportedConfig, match="y is used more than once"):
         loss.backward()
 
 
 def test_codes_of_a_backward_that_failed_are_used_by_no_other():
-    layer, slot, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
-    slot.put(sent("fp8-block", dy, columns=False))
-    y = layer(x, sizes(), dy_codes=slot)
+    layer, gradient_codes, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
+    gradient_codes.put(sent("fp8-block", dy, columns=False))
+    y = layer(x, sizes(), dy_codes=gradient_codes)
     with pytest.raises(UnsupportedConfig, match=r"left from a backward that failed.*a new GradientCodes\(\)"):
         y.backward(dy)
-    layer(x, sizes(), dy_codes=slot).backward(dy)
+    layer(x, sizes(), dy_codes=gradient_codes).backward(dy)
     assert_same(stacked(layer), step(experts("fp8-block"), x, dy)["dw"])
 
 
 def test_the_stand_in_is_nan_for_everyone_else():
-    layer, slot, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
+    layer, gradient_codes, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
     y = layer(x, sizes())
-    Combine.apply(y, slot, sent("fp8-block", dy, columns=False)).sum().backward()
+    Combine.apply(y, gradient_codes, sent("fp8-block", dy, columns=False)).sum().backward()
     assert stacked(layer)[0].isnan().all()
 
 
 def test_codes_that_do_not_fit_are_refused():
-    slot, (x, dy) = GradientCodes(), batch()
+    gradient_codes, (x, dy) = GradientCodes(), batch()
     with pytest.raises(UnsupportedDtype, match="got Tensor"):
-        slot.put(dy)
+        gradient_codes.put(dy)
     with pytest.raises(UnsupportedShape, match="those of columns"):
-        slot.put(Tensorwise().quantize_groups(dy, sizes(), 0))
+        gradient_codes.put(Tensorwise().quantize_groups(dy, sizes(), 0))
     for codes in (
         sent("fp8-block", dy, columns=False, splits=sizes((17, 0, 30))),
         sent("fp8-block", dy, columns=False, splits=sizes((30, 17))),
@@ -148,16 +150,16 @@ def test_a_graph_refuses_codes_of_dy_or_runs_the_layer_outside(fresh_compiler):
     x, dy = batch()
 
     def run(x):
-        return layer(x, sizes(), dy_codes=slot)
+        return layer(x, sizes(), dy_codes=gradient_codes)
 
-    slot, layer = GradientCodes(), experts("fp8-block")
+    gradient_codes, layer = GradientCodes(), experts("fp8-block")
     with pytest.raises(Exception, match="dy_codes passes codes to backward beside autograd"):
         torch.compile(run, fullgraph=True, backend="aot_eager")(x)
     torch._dynamo.reset()
     layer, twin = experts("fp8-block", strict=False), experts("fp8-block")
     with pytest.warns(UserWarning, match="dy_codes"):
         y = torch.compile(run, backend="aot_eager")(x)
-    Combine.apply(y, slot, sent("fp8-block", dy, columns=True)).sum().backward()
+    Combine.apply(y, gradient_codes, sent("fp8-block", dy, columns=True)).sum().backward()
     assert_same(stacked(layer), step(twin, x, dy)["dw"])
 
 

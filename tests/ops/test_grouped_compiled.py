@@ -99,7 +99,7 @@ def test_compiled_main_grad(recipe, layout):
 
 
 @grid(SAMPLE, layout=["single", "per group"])
-def test_compiled_weight_gradients_put_off(recipe, layout):
+def test_compiled_deferred_weight_gradients(recipe, layout):
     main_grad = layout == "single"
     layer = delayed(recipe, LAYOUTS[layout], fuse_wgrad_accumulation=main_grad)
     twin = experts(recipe, **LAYOUTS[layout])

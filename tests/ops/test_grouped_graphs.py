@@ -26,10 +26,10 @@ from tests.support.experts import (
     addresses,
     assert_steps,
     batch,
+    cached_codes,
     change,
     experts,
     give,
-    held,
     named,
     own,
     same_seed,
@@ -343,13 +343,13 @@ def test_graphed_callables_follow_sizes_that_change(recipe, layout, bias, main_g
     assert_state(layer, twin)
 
 
-# -- weight gradients put off ------------------------------------------------------------------------------------------
+# -- weight gradients deferred -----------------------------------------------------------------------------------------
 
 
 @every
 @layouts
 @fusing
-def test_weight_gradients_put_off_and_taken_in_the_same_graph(recipe, layout, main_grad):
+def test_deferred_weight_gradients_and_taken_in_the_same_graph(recipe, layout, main_grad):
     layer, static = experts_on_gpu(recipe, layout, main_grad=main_grad, delay_wgrad_compute=True), Static()
     twin = twin_of(layer)
     twin.delay_wgrad_compute = False
@@ -376,7 +376,7 @@ def weight_gradients_of(layer):
 
 
 @pairs(recipe=SAMPLE, layout=LAYOUTS, bias=BIASES, main_grad=FUSING)
-def test_weight_gradients_put_off_by_graphed_callables(recipe, layout, bias, main_grad):
+def test_deferred_weight_gradients_by_graphed_callables(recipe, layout, bias, main_grad):
     """backward_dw() has a graph of its own, captured before the first call: what the three warm-ups left is dropped,
     and what the capture left is where every replay leaves its own."""
     layer, static = experts_on_gpu(recipe, layout, bias, main_grad=main_grad, delay_wgrad_compute=True), Static(bias)
@@ -415,7 +415,7 @@ def test_weight_gradients_put_off_by_graphed_callables(recipe, layout, bias, mai
 @every
 @layouts
 @fusing
-def test_weight_gradients_put_off_to_a_graph_of_their_own(recipe, layout, main_grad):
+def test_deferred_weight_gradients_to_a_graph_of_their_own(recipe, layout, main_grad):
     layer, static = experts_on_gpu(recipe, layout, main_grad=main_grad, delay_wgrad_compute=True), Static()
     twin, other, state = twin_of(layer), Static(), octavo.state_dict(layer)
     twin.delay_wgrad_compute = False
@@ -480,13 +480,13 @@ def test_a_flag_on_the_device_decides_in_one_graph_over_three_optimizer_steps(re
             static.load(SPLITS[names[(3 * i + j) % len(names)]], seed=3 * i + j)
             other.load(SPLITS[names[(3 * i + j) % len(names)]], seed=3 * i + j)
             flag.fill_(int(first))
-            codes = held(layer)
+            codes = cached_codes(layer)
             graph.replay()
             want = run(twin, other, is_first_microbatch=first)
             assert_steps(found, want, f"step {i}, microbatch {j}")
             if not first:
                 for name, then in codes.items():
-                    assert torch.equal(held(layer)[name], then), name
+                    assert torch.equal(cached_codes(layer)[name], then), name
             for name in total:
                 total[name] += found[name]
         assert addresses(layer) == places
@@ -505,18 +505,18 @@ def test_a_zero_keeps_the_old_codes_and_a_one_replaces_them_in_place(recipe, lay
     flag = torch.ones(1, dtype=torch.int32, device="cuda")
     ((graph, found),) = captured(lambda: run(layer, static, is_first_microbatch=flag))
     graph.replay()
-    y, codes, places = found["y"].clone(), held(layer), addresses(layer)
+    y, codes, places = found["y"].clone(), cached_codes(layer), addresses(layer)
     assert sum(t.numel() for t in codes.values()) >= G * N * K // 2
     for p in named(layer, "weight").values():
         p.data.mul_(1.7)
     flag.zero_()
     graph.replay()
     for name, then in codes.items():
-        assert torch.equal(held(layer)[name], then), name
+        assert torch.equal(cached_codes(layer)[name], then), name
     assert_same(found["y"], y)
     flag.fill_(1)
     graph.replay()
-    assert any(not torch.equal(held(layer)[name], then) for name, then in codes.items())
+    assert any(not torch.equal(cached_codes(layer)[name], then) for name, then in codes.items())
     assert addresses(layer) == places
     assert not torch.equal(found["y"], y)
 
@@ -945,7 +945,7 @@ def test_a_buffer_that_moves_is_refused_where_graphs_are_replayed(name):
 @fresh
 @modes
 @sample
-def test_compiled_weight_gradients_put_off(recipe, mode):
+def test_compiled_deferred_weight_gradients(recipe, mode):
     layer, static = experts_on_gpu(recipe, main_grad=True, delay_wgrad_compute=True), Static()
     twin = twin_of(layer)
     twin.delay_wgrad_compute = False

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 import octavo
-from octavo.ops.grouped_linear_layer import turns
+from octavo.quant.scale_blocks import are_transposed
 from tests.support.experts import assert_steps, batch, every, experts, quantized, step
 from tests.support.steps import assert_state, compiled
-
-TURNING = ("fp8-delayed", "fp8-current", "fp8-block", "nvfp4")
 
 
 @every
@@ -32,9 +30,10 @@ def test_the_same_bits_with_a_cache_which_holds_rows_alone_where_they_can_be_tur
         data = batch(seed=seed)
         found = step(layer, *data, call=call, is_first_microbatch=first)
         assert_steps(found, step(twin, *data, is_first_microbatch=first), f"microbatch {seed}")
-    name = recipe.split("(")[0]
-    assert turns(octavo.recipe(recipe).linear()) == (name in TURNING)
-    assert (layer._codes.parts(layer, "column") == ()) == (name in TURNING)
+    quant = octavo.recipe(recipe).linear()
+    down, across = quant.fprop.right.block
+    assert are_transposed(quant.fprop.right, quant.dgrad.right) == (down == across)
+    assert (layer._codes.parts(layer, "column") == ()) == (down == across)
     assert layer._codes.parts(layer, "row") != ()
 
 

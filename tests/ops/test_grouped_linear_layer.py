@@ -5,15 +5,15 @@ import itertools
 import pytest
 import torch
 
-from octavo.ops.grouped_linear_layer import Buffers, Config, Inputs, layer, unsupported_reason
+from octavo.ops.grouped_linear_layer import Buffers, Config, Inputs, layer
 from octavo.recipes import SHIPPED, recipe
 from octavo.runtime.contract import WeightCast
-from tests.support.contract_checks import check_backward, check_forward
+from tests.support.contract_checks import check_backward, check_forward, wants
 
 ROWS, G, N, K = 40, 3, 32, 48
 SIZES = (20, 0, 12)  # and a tail of eight rows
-RECIPES = [name for name in (*SHIPPED, "fp8-delayed(cold_start='current')") if not unsupported_reason(recipe(name))]
-GRADS = ["", "x", "w", "b", "xw", "xwbs"]
+RECIPES = (*SHIPPED, "fp8-delayed(cold_start='current')", "fp8-block(backward='dequantized')")
+GRADS = ["", "dx", "dw", "db", "dx dw", "dx dw db ds"]
 
 
 def inputs_for(config: Config) -> Inputs:
@@ -22,7 +22,7 @@ def inputs_for(config: Config) -> Inputs:
     scaling = row = column = ()
     if config.recipe.stateful:
         scaling = tuple(torch.full((G,), v) for v in (2.0, 3.0, 4.0))
-        if config.measured:
+        if config.measures_x:
             scaling = (*scaling, *(torch.full((G,), n) for n in (0, 1, 0)))
     if config.weight != "plain":
         row, column = codes_of(config, weight, scaling[1:2])
@@ -44,10 +44,10 @@ def configs(name):
     quantizes = subject.linear().fprop.mode == "quantized"
     ways = (False, True) if subject.stateful else (False,)
     for grads, weight, observe in itertools.product(GRADS, ("plain", "codes") if quantizes else ("plain",), ways):
-        measured = "xwd" if subject.stateful and subject.cold_start == "current" else ""
+        measures = subject.stateful and subject.cold_start == "current"
         yield Config(
-            subject, bias_dtype="float32", scales_dtype="float32", grads=grads, weight=weight, observe=observe,
-            measured=measured,
+            subject, bias_dtype="float32", scales_dtype="float32", **wants(grads), weight=weight, observe=observe,
+            measures_x=measures, measures_w=measures, measures_dy=measures,
         )  # fmt: skip
 
 
@@ -72,16 +72,16 @@ def test_backward_needs_only_saved_tensors(name):
         check_backward(layer, config, inputs, made, (torch.randn(ROWS, N),), buffers_for(config))
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if Config(recipe(name), grads="xw").is_stochastic])
+@pytest.mark.parametrize("name", [name for name in RECIPES if Config(recipe(name), **wants("dx dw")).is_stochastic])
 def test_a_backward_advances_the_seed(name):
-    config = Config(recipe(name), grads="xw")
+    config = Config(recipe(name), **wants("dx dw"))
     inputs, buffers = inputs_for(config), buffers_for(config)
     layer.backward(config, layer.save(config, inputs, layer.forward(config, inputs)), buffers, (torch.randn(ROWS, N),))
     assert buffers.seed.tolist() == [5, 7]
 
 
 def test_the_tail_is_zero():
-    config = Config(recipe("bf16"), grads="x")
+    config = Config(recipe("bf16"), **wants("dx"))
     inputs = inputs_for(config)
     made = layer.forward(config, inputs)
     dx = layer.backward(config, layer.save(config, inputs, made), Buffers(), (torch.randn(ROWS, N),))[0]
@@ -92,7 +92,7 @@ def test_the_tail_is_zero():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_deferred_dw_is_the_one_that_backward_returns(name):
     """From the buffers that forward returns, and that backward fills."""
-    now, later = (Config(recipe(name), grads="w", deferred_wgrad=how) for how in ("", "buffers"))
+    now, later = (Config(recipe(name), **wants("dw"), deferred_wgrad=how) for how in ("", "buffers"))
     inputs, dy = inputs_for(now), torch.randn(ROWS, N)
     dw = layer.backward(now, layer.save(now, inputs, layer.forward(now, inputs)), buffers_for(now), (dy,))[1]
     made = check_forward(layer, later, inputs)
@@ -105,7 +105,7 @@ def test_a_deferred_dw_is_the_one_that_backward_returns(name):
 
 
 def test_no_gradient_in_no_gradient_out():
-    config = Config(recipe("fp8-current"), grads="xw")
+    config = Config(recipe("fp8-current"), **wants("dx dw"))
     inputs = inputs_for(config)
     saved = layer.save(config, inputs, layer.forward(config, inputs))
     assert layer.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)

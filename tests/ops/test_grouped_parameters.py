@@ -75,16 +75,16 @@ def test_frozen_experts_get_no_gradient_and_the_others_theirs(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize("put_off", [False, True], ids=["at once", "put off"])
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_frozen_experts_need_no_buffer_and_wait_for_nothing(recipe, put_off, main_grad):
-    layer = experts(recipe, fuse_wgrad_accumulation=main_grad, delay_wgrad_compute=put_off, **LAYOUTS["per group"])
+def test_frozen_experts_need_no_buffer_and_wait_for_nothing(recipe, deferred, main_grad):
+    layer = experts(recipe, fuse_wgrad_accumulation=main_grad, delay_wgrad_compute=deferred, **LAYOUTS["per group"])
     twin, (x, dy), splits = experts(recipe), batch((20, 9, 18)), (20, 9, 18)
     layer.weight1.requires_grad_(False)
     for g in (0, 2) if main_grad else ():
         getattr(layer, f"weight{g}").main_grad = torch.zeros(N, K)
     step(layer, x, dy, splits)
-    if put_off:
+    if deferred:
         layer.backward_dw()
     want = step(twin, x, dy, splits)["dw"]
     for g in (0, 2):

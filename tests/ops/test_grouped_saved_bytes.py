@@ -7,25 +7,19 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo.quant.groups import blocks_for
 from tests.support.experts import LAYOUTS, G, K, N, batch, delayed, experts, give, grid, sizes, step
 from tests.support.linear_oracle import QUANTIZED
+from tests.support.recipe_traits import stored_bytes
 from tests.support.saved_bytes import kept
 from tests.support.state_tensors import state_tensors
 
 
 def column_bytes(recipe, rows, columns, groups):
     """The most that codes contracted over rows take, in whole blocks: codes, then scales."""
-    padded = 128 * blocks_for(rows, groups)
-    scales = {
-        "fp8-delayed": 4 * groups,
-        "fp8-current": 4 * groups,
-        "fp8-rowwise": 4 * groups * columns,
-        "fp8-block": 4 * (padded // 128) * columns,
-        "mxfp8": (padded // 32) * columns,
-        "nvfp4": (padded // 16) * columns + 4 * groups,
-    }[recipe]
-    return padded * columns // (2 if recipe == "nvfp4" else 1) + scales
+    quantizer = octavo.recipe(recipe).linear().wgrad.right
+    return stored_bytes(quantizer, columns, 128 * blocks_for(rows, groups), groups)
 
 
 SMALL = 2048  # where groups lie, seeds, flags
@@ -39,7 +33,7 @@ def test_backward_keeps_codes_of_columns_and_nothing_wider(recipe, layout):
     assert kept(recipe, layout, x_grad=False) <= x + SMALL
     assert kept(recipe, layout, w_grad=False) <= w + SMALL
     assert kept(recipe, layout, x_grad=False, w_grad=False) <= SMALL
-    assert x < 4 * 256 * 128 * (0.25 if recipe == "nvfp4" else 0.45)  # of float32
+    assert x < 4 * 256 * 128 * {1: 0.45, 2: 0.25}[octavo.recipe(recipe).linear().wgrad.right.fmt.packed]  # of float32
 
 
 @grid(QUANTIZED, layout=LAYOUTS)

@@ -16,10 +16,10 @@ from tests.support.experts import (
     N,
     assert_steps,
     batch,
+    cached_codes,
     every,
     experts,
     grid,
-    held,
     same_seed,
     sample,
     sizes,
@@ -35,7 +35,7 @@ def test_a_refused_forward_leaves_everything_as_it_was(recipe):
     layer, (x, dy) = experts(recipe, scale_bias=True), batch()
     ones, leaf = torch.ones(ROWS), x.clone().requires_grad_()
     step(layer, x, dy, is_first_microbatch=True, scales=ones)
-    kept, codes = octavo.state_dict(layer), held(layer)
+    kept, codes = octavo.state_dict(layer), cached_codes(layer)
     for bad in (
         {"m_splits": [1, 2]}, {"m_splits": sizes().float()}, {"out": torch.zeros(ROWS, N + 1)},
         {"dgrad_out": torch.zeros(ROWS + 1, K)}, {"scales": torch.ones(ROWS + 1)}, {"scales": None},
@@ -46,7 +46,7 @@ def test_a_refused_forward_leaves_everything_as_it_was(recipe):
             for key, value in octavo.state_dict(layer).items():
                 assert_same(value, kept[key], f"{bad} {key}")
     for name, codes_then in codes.items():
-        assert torch.equal(held(layer)[name], codes_then)
+        assert torch.equal(cached_codes(layer)[name], codes_then)
 
 
 @grid(SHIPPED, where=["before", "after"])

@@ -128,7 +128,7 @@ def test_an_optimizer_moves_weights_that_lie_together():
 
 @pytest.mark.parametrize("recipe", octavo.recipes.SHIPPED)
 def test_weights_of_one_element_each(recipe):
-    """By its strides a weight [1, 1] looks like the placeholder of a weight held as codes, which is not read."""
+    """By its strides a weight [1, 1] looks like the placeholder of a weight stored as codes, which is not read."""
     layers = [octavo.GroupedLinear(2, 1, 1, recipe=recipe, **layout) for layout in ({}, EACH)]
     layers[1].load_state_dict(layers[0].state_dict())
     octavo.load_state_dict(layers[1], octavo.state_dict(layers[0]))

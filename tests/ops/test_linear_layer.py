@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from octavo.ops.linear_layer import Buffers, Config, Inputs, layer
+from octavo.quant import Tensorwise
 from octavo.quant.casts import quantize_pair
 from octavo.quant.quantizer import CastArgs
 from octavo.recipes import SHIPPED, recipe
-from tests.support.contract_checks import check_forward, flatten
+from tests.support.contract_checks import check_forward, flatten, wants
 
 M, K, N = 20, 33, 40
 RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "mxfp8(backward='dequantized')", "fp8-block(wgrad='bf16')"]
-GRADS = ["", "x", "w", "b", "xw", "wb", "xwb"]
+GRADS = ["", "dx", "dw", "db", "dx dw", "dw db", "dx dw db"]
 
 
 def inputs_for(config: Config, lead=(M,)) -> Inputs:
@@ -48,7 +49,7 @@ def configs():
         if observe and not subject.stateful:
             continue
         yield Config(
-            subject, bias_dtype="float32", grads=grads, x=x, weight=weight, observe=observe, quantize_output=output
+            subject, bias_dtype="float32", **wants(grads), x=x, weight=weight, observe=observe, quantize_output=output
         )
 
 
@@ -67,13 +68,16 @@ def test_amaxes_are_kept_where_backward_casts_by_them(name):
     for x_columns, again, weight in itertools.product(("forward", "backward"), (False, True), ("plain", "codes")):
         if weight == "codes" and recipe(name).linear().fprop.mode != "quantized":
             continue
-        config = Config(recipe(name), grads="xw", x_columns=x_columns, recompute_w_columns=again, weight=weight)
+        config = Config(recipe(name), **wants("dx dw"), x_columns=x_columns, recompute_w_columns=again, weight=weight)
         inputs = inputs_for(config)
         made = check_forward(layer, config, inputs)
         saved = layer.save(config, inputs, made)
-        current = name == "fp8-current"
-        assert (saved.x_amax is not None) == (current and x_columns == "backward")
-        assert (saved.w_amax is not None) == (current and again and weight == "plain")
+        x_measured, w_measured = (
+            isinstance(quantizer, Tensorwise) and not recipe(name).stateful
+            for quantizer in (recipe(name).linear().fprop.left, recipe(name).linear().fprop.right)
+        )
+        assert (saved.x_amax is not None) == (x_measured and x_columns == "backward")
+        assert (saved.w_amax is not None) == (w_measured and again and weight == "plain")
         assert saved.x_amax is None or saved.x_amax.tolist() == [[inputs.x.abs().max()]]
         assert saved.w_amax is None or saved.w_amax.tolist() == [[inputs.weight.abs().max()]]
 
@@ -93,8 +97,9 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
         buffers = Buffers(amax=torch.zeros(1) if config.observe else None, seed=seed)
         grads = layer.backward(config, saved, buffers, (torch.randn(M, N),))
         assert len(grads) == len(inputs)
-        for letter, grad, shape in zip("xwb", grads, ((M, K), (N, K), (N,)), strict=False):
-            assert (grad is not None) == (letter in config.grads), config
+        wanted = config.wants_dx, config.wants_dw, config.wants_db
+        for is_wanted, grad, shape in zip(wanted, grads, ((M, K), (N, K), (N,)), strict=False):
+            assert (grad is not None) == is_wanted, config
             assert grad is None or tuple(grad.shape) == shape
         for old, new in zip(before, flatten(inputs._replace(running_amaxes=())), strict=True):
             assert torch.equal(old.float(), new.float()), config
@@ -121,7 +126,7 @@ def test_a_deferred_dw_is_the_one_that_backward_returns(name, x):
     """From the buffers that forward returns, and that backward fills."""
     if x == "codes" and recipe(name).linear().fprop.mode != "quantized":
         pytest.skip("no codes of x without a quantized fprop")
-    now, later = (Config(recipe(name), grads="w", x=x, deferred_wgrad=how) for how in ("", "buffers"))
+    now, later = (Config(recipe(name), **wants("dw"), x=x, deferred_wgrad=how) for how in ("", "buffers"))
     inputs, dy = inputs_for(now), torch.randn(M, N)
     buffers = Buffers(seed=torch.tensor([5, 6]) if now.is_stochastic else None)
     dw = layer.backward(now, layer.save(now, inputs, layer.forward(now, inputs)), buffers, (dy,))[1]
@@ -136,7 +141,7 @@ def test_a_deferred_dw_is_the_one_that_backward_returns(name, x):
 
 
 def test_no_gradient_in_no_gradient_out():
-    config = Config(recipe("fp8-current"), grads="xw")
+    config = Config(recipe("fp8-current"), **wants("dx dw"))
     inputs = inputs_for(config)
     saved = layer.save(config, inputs, layer.forward(config, inputs))
     assert layer.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
@@ -150,7 +155,7 @@ def test_a_config_is_its_string():
 
 def test_a_layer_keeps_no_more_than_one_orientation_of_codes():
     """x's column and w's, in FP8 an element a byte; nothing of x itself."""
-    config = Config(recipe("fp8-current"), grads="xw")
+    config = Config(recipe("fp8-current"), **wants("dx dw"))
     inputs = inputs_for(config)
     saved = [t for t in layer.save(config, inputs, layer.forward(config, inputs)) if t is not None]
     assert sum(t.numel() * t.element_size() for t in saved) == K * M + 4 + K * N + 4

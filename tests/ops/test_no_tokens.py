@@ -28,7 +28,7 @@ OPS = {
 }  # fmt: skip
 
 
-def extras(name, rows):
+def extra_inputs(name, rows):
     match name:
         case "AddExtraInput":
             return [torch.zeros(rows, K)]
@@ -41,10 +41,10 @@ def extras(name, rows):
 def test_no_tokens(name):
     model = octavo.Sequential(OPS[name]())
     with torch.no_grad():
-        outputs = model(torch.zeros(0, K), *extras(name, 0))
+        outputs = model(torch.zeros(0, K), *extra_inputs(name, 0))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    found = step(model, (torch.zeros(0, K), *extras(name, 0)), [torch.zeros_like(y) for y in outputs])
-    some = model(torch.zeros(2, K), *extras(name, 2))
+    found = step(model, (torch.zeros(0, K), *extra_inputs(name, 0)), [torch.zeros_like(y) for y in outputs])
+    some = model(torch.zeros(2, K), *extra_inputs(name, 2))
     some = some if isinstance(some, tuple) else (some,)
     assert [y.shape[1:] for y in outputs] == [y.shape[1:] for y in some]
     assert all(y.shape[0] == 0 for y in outputs)

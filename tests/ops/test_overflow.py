@@ -320,15 +320,32 @@ ROWS, OUT, IN = 150, 200, 160
 TOKEN, FEATURE, OUTPUT = 140, 131, 70  # a token, an input feature, an output feature
 
 ALL = slice(None)
-SPREAD = {  # (place, result): the elements of the result that are not finite, by recipe; "" is every other recipe
-    ("x", "y"): {"": (TOKEN, ALL), "fp8-current": ..., "nvfp4": ...},
-    ("x", "dw"): {"": (ALL, FEATURE), "fp8-current": ..., "nvfp4": ...},
-    ("w", "y"): {"": (ALL, OUTPUT), "fp8-block": (ALL, slice(0, 128)), "fp8-current": ..., "nvfp4": ...},
-    ("w", "dx"): {"": (ALL, FEATURE), "fp8-block": (ALL, slice(128, None)), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "dx"): {"": (TOKEN, ALL), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "dw"): {"": (OUTPUT, ALL), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "db"): {"": (OUTPUT,)},
+SPREAD = {  # (place, result): the operand of the GEMM, and the elements of the result that are not finite
+    ("x", "y"): ("fprop", "left", (TOKEN, ALL)),
+    ("x", "dw"): ("wgrad", "right", (ALL, FEATURE)),
+    ("w", "y"): ("fprop", "right", (ALL, OUTPUT)),
+    ("w", "dx"): ("dgrad", "right", (ALL, FEATURE)),
+    ("dy", "dx"): ("dgrad", "left", (TOKEN, ALL)),
+    ("dy", "dw"): ("wgrad", "left", (OUTPUT, ALL)),
 }
+IN_BLOCKS = {("w", "y"): (ALL, slice(0, 128)), ("w", "dx"): (ALL, slice(128, None))}
+
+
+def spread(recipe, place, name):
+    """The elements of a result that are not finite: those of the row of the value, of its block, or all if the amax of
+    the whole tensor is measured."""
+    if (place, name) == ("dy", "db"):
+        return (OUTPUT,)
+    gemm, side, row = SPREAD[place, name]
+    recipe = octavo.recipe(recipe)
+    quantizer = getattr(getattr(recipe.linear(), gemm), side)
+    if quantizer is None or recipe.stateful:
+        return row
+    if quantizer.two_level or quantizer.block == (None, None):
+        return ...
+    return IN_BLOCKS[place, name] if quantizer.block == (128, 128) else row
+
+
 AT = {"x": (TOKEN, FEATURE), "w": (OUTPUT, FEATURE), "dy": (TOKEN, OUTPUT)}
 
 
@@ -363,9 +380,8 @@ def test_a_value_that_is_not_finite_spreads_over_its_scale(recipe, place, value,
     found = results(model[0], tensors["x"], tensors["dy"])
     for name, result in found.items():
         expected = torch.zeros_like(result, dtype=torch.bool)
-        spread = SPREAD.get((place, name))
-        if spread is not None:
-            expected[spread.get(recipe, spread[""])] = True
+        if (place, name) in (*SPREAD, ("dy", "db")):
+            expected[spread(recipe, place, name)] = True
         assert torch.equal(~result.isfinite(), expected), (name, (~result.isfinite()).sum(), expected.sum())
         assert (expected | want[name].isfinite()).all(), name
 

@@ -5,7 +5,7 @@ import torch
 
 from octavo.moe import permute_probs_layer, token_sort_layer
 from octavo.ops import permute_layer, unpermute_layer
-from tests.support.contract_checks import check_backward, check_forward
+from tests.support.contract_checks import check_backward, check_forward, wants
 
 TOKENS, TOP_K, EXPERTS, WIDTH = 30, 2, 5, 8
 leading = pytest.mark.parametrize("shape", [(TOKENS,), (5, 6), (0,), ()], ids=str)
@@ -13,7 +13,7 @@ masked = pytest.mark.parametrize("is_mask", [False, True], ids=["index", "mask"]
 
 
 def permutation(shape, is_mask, rows=None, align=4):
-    """The extras of a sort: sizes, positions, slots, and experts or None."""
+    """The auxiliary outputs of a sort: sizes, positions, assignments, and experts or None."""
     if is_mask:
         routing = torch.rand(*shape, EXPERTS) < 0.4
     else:
@@ -39,11 +39,11 @@ def test_the_contract_of_the_sort(shape, is_mask, rows):
 
 @leading
 @masked
-@pytest.mark.parametrize("grads", ["", "x"])
+@pytest.mark.parametrize("grads", ["", "dx"])
 @pytest.mark.parametrize("tail", ["zero", "untouched"])
 def test_the_contract_of_permute(shape, is_mask, grads, tail):
     _, positions, assignments, _ = permutation(shape, is_mask)
-    config = permute_layer.Config(tail, grads)
+    config = permute_layer.Config(tail, **wants(grads))
     inputs = permute_layer.Inputs(torch.randn(*shape, WIDTH), positions, assignments)
     made = check_forward(permute_layer.layer, config, inputs)
     check_backward(permute_layer.layer, config, inputs, made, (torch.randn(assignments.shape[0], WIDTH),))
@@ -54,15 +54,15 @@ def test_the_contract_of_permute(shape, is_mask, grads, tail):
 
 @leading
 @masked
-@pytest.mark.parametrize("grads", ["", "x", "p", "xp"])
+@pytest.mark.parametrize("grads", ["", "dx", "dprobs", "dx dprobs"])
 @pytest.mark.parametrize("probs", [None, torch.float32, torch.bfloat16], ids=str)
 def test_the_contract_of_unpermute(shape, is_mask, grads, probs):
-    if probs is None and "p" in grads:
-        grads = grads.replace("p", "")
+    if probs is None and "dprobs" in grads:
+        grads = grads.replace("dprobs", "")
     _, positions, assignments, experts = permutation(shape, is_mask)
     width = EXPERTS if is_mask else TOP_K
     given = None if probs is None else torch.rand(*shape, width).to(probs)
-    config = unpermute_layer.Config(grads=grads)
+    config = unpermute_layer.Config(**wants(grads))
     inputs = unpermute_layer.Inputs(torch.randn(assignments.shape[0], WIDTH), positions, assignments, given, experts)
     made = check_forward(unpermute_layer.layer, config, inputs)
     check_backward(unpermute_layer.layer, config, inputs, made, (torch.randn(*shape, WIDTH),))
@@ -74,10 +74,10 @@ def test_the_contract_of_unpermute(shape, is_mask, grads, probs):
 
 @leading
 @masked
-@pytest.mark.parametrize("grads", ["", "p"])
+@pytest.mark.parametrize("grads", ["", "dprobs"])
 def test_the_contract_of_probabilities(shape, is_mask, grads):
     _, positions, assignments, experts = permutation(shape, is_mask)
-    config = permute_probs_layer.Config(grads)
+    config = permute_probs_layer.Config(**wants(grads))
     inputs = permute_probs_layer.Inputs(
         torch.rand(*shape, EXPERTS if is_mask else TOP_K), positions, assignments, experts
     )

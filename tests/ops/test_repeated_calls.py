@@ -120,7 +120,7 @@ CHANGES = {
     "weight written to": write_weight, "weight frozen": lambda layer: layer.weight.requires_grad_(False),
     "weight parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
     "weight covered by its class": cover_weight_in_class, "weight covered by the layer": cover_weight_in_layer,
-    "weight held": lambda layer: octavo.quantize_weights(layer), "weights loaded": load_twice_the_weights,
+    "weight quantized": lambda layer: octavo.quantize_weights(layer), "weights loaded": load_twice_the_weights,
     "bias dropped": drop_bias, "bias frozen": lambda layer: layer.bias.requires_grad_(False),
     "all frozen": lambda layer: layer.requires_grad_(False), "float32": lambda layer: layer.float(),
     "scales moved": move_scaling, "scales replaced": replace_scaling, "scales forgotten": forget_scales,

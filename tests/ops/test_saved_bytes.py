@@ -6,35 +6,33 @@ import torch
 import octavo
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import QUANTIZED, make, spiky
+from tests.support.recipe_traits import stored_bytes
 from tests.support.saved_bytes import Saved
 
 M, N, K = 256, 128, 128
-# x held for the weight gradient, in bytes: codes, then scales
-X_COLUMN = {
-    "fp8-delayed": M * K + 4,
-    "fp8-current": M * K + 4,
-    "fp8-rowwise": M * K + 4 * K,
-    "fp8-block": M * K + 4 * (M // 128) * K,
-    "mxfp8": M * K + (M // 32) * K,
-    "nvfp4": M * K // 2 + (M // 16) * K + 4,
-}
-X_ROW = {
-    "fp8-delayed": M * K + 4,
-    "fp8-current": M * K + 4,
-    "fp8-rowwise": M * K + 4 * M,
-    "fp8-block": M * K + 4 * (K // 128) * M,
-    "mxfp8": M * K + (K // 32) * M,
-    "nvfp4": M * K // 2 + (K // 16) * M + 4,
-}
-W_COLUMN = {
-    "fp8-delayed": N * K + 4,
-    "fp8-current": N * K + 4,
-    "fp8-rowwise": N * K + 4 * K,
-    "fp8-block": N * K + 4 * (N // 128) * (K // 128),
-    "mxfp8": N * K + (N // 32) * K,
-    "nvfp4": N * K // 2 + (N // 16) * (K // 16) + 4,
+# bytes of codes and scales: x for wgrad, x for fprop, w for dgrad
+SHIPPED_BYTES = {
+    "fp8-delayed": (32772, 32772, 16388),
+    "fp8-current": (32772, 32772, 16388),
+    "fp8-rowwise": (33280, 33792, 16896),
+    "fp8-block": (33792, 33792, 16388),
+    "mxfp8": (33792, 33792, 16896),
+    "nvfp4": (18436, 18436, 8260),
 }
 SMALL = 64  # a seed, a scale, a flag
+
+
+def x_column(recipe):
+    """x kept for the weight gradient."""
+    return stored_bytes(octavo.recipe(recipe).linear().wgrad.right, K, M)
+
+
+def x_row(recipe):
+    return stored_bytes(octavo.recipe(recipe).linear().fprop.left, M, K)
+
+
+def w_column(recipe):
+    return stored_bytes(octavo.recipe(recipe).linear().dgrad.right, K, N)
 
 
 def saved(recipe, *, x_grad=True, w_grad=True, dtype=torch.bfloat16, first=None, lead=(M,)):
@@ -59,23 +57,23 @@ def assert_bytes(found, *choices):
 @pytest.mark.parametrize("lead", [(M,), (4, M // 4)], ids=str)
 def test_codes_of_x_are_saved_and_not_x(recipe, dtype, lead):
     """With the column of w made in forward, or made again from the parameter in backward."""
-    x, w = X_COLUMN[recipe], W_COLUMN[recipe]
+    x, w = x_column(recipe), w_column(recipe)
     assert_bytes(saved(recipe, dtype=dtype, lead=lead), x, x + w)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_cached_weight_is_not_saved_again(recipe):
-    assert_bytes(saved(recipe, first=False), X_COLUMN[recipe])
+    assert_bytes(saved(recipe, first=False), x_column(recipe))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_frozen_weight_keeps_nothing_of_x(recipe):
-    assert_bytes(saved(recipe, w_grad=False), 0, W_COLUMN[recipe])
+    assert_bytes(saved(recipe, w_grad=False), 0, w_column(recipe))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_frozen_input_keeps_nothing_of_w(recipe):
-    assert_bytes(saved(recipe, x_grad=False), X_COLUMN[recipe])
+    assert_bytes(saved(recipe, x_grad=False), x_column(recipe))
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -92,14 +90,14 @@ def test_bf16_keeps_x_itself(dtype):
 @pytest.mark.parametrize("override", ["wgrad='bf16'", "backward='high_precision'"])
 def test_a_high_precision_wgrad_keeps_x_itself_once(recipe, override):
     x = 2 * M * K
-    assert_bytes(saved(f"{recipe}({override})"), x, x + W_COLUMN[recipe])
+    assert_bytes(saved(f"{recipe}({override})"), x, x + w_column(recipe))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_dequantized_backward_keeps_the_forward_codes(recipe):
     spec = octavo.recipe(recipe).linear().fprop.right
     w_row = spec.quantize(torch.zeros(N, K)).nbytes()
-    assert_bytes(saved(f"{recipe}(backward='dequantized')"), X_ROW[recipe], X_ROW[recipe] + w_row)
+    assert_bytes(saved(f"{recipe}(backward='dequantized')"), x_row(recipe), x_row(recipe) + w_row)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block(backward='dequantized')", "nvfp4(backward='dequantized')"])
@@ -111,23 +109,27 @@ def test_a_dequantized_backward_keeps_codes_and_not_the_weight(recipe):
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_the_table_is_what_the_quantizers_make(recipe):
-    """The sums above, against the real thing."""
+def test_the_bytes_of_a_block_are_what_the_quantizers_make(recipe):
     quant = octavo.recipe(recipe).linear()
     seed = {"seed": torch.tensor([1, 1])}
     x, w = torch.zeros(M, K), torch.zeros(N, K)
     for want, spec, tensor, axis in (
-        (X_COLUMN, quant.wgrad.right, x, 0),
-        (X_ROW, quant.fprop.left, x, -1),
-        (W_COLUMN, quant.dgrad.right, w, 0),
+        (x_column(recipe), quant.wgrad.right, x, 0),
+        (x_row(recipe), quant.fprop.left, x, -1),
+        (w_column(recipe), quant.dgrad.right, w, 0),
     ):
-        assert spec.quantize(tensor, axis, **(seed if spec.is_stochastic else {})).nbytes() == want[recipe]
+        assert spec.quantize(tensor, axis, **(seed if spec.is_stochastic else {})).nbytes() == want
 
 
-def test_eight_bits_are_half_of_bfloat16_and_four_a_quarter():
-    whole = 2 * M * K
-    for recipe in QUANTIZED:
-        assert X_COLUMN[recipe] / whole < (0.33 if recipe == "nvfp4" else 0.54)
+@pytest.mark.parametrize("recipe", SHIPPED_BYTES)
+def test_the_bytes_of_a_recipe(recipe):
+    assert (x_column(recipe), x_row(recipe), w_column(recipe)) == SHIPPED_BYTES[recipe]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_eight_bits_are_half_of_bfloat16_and_four_a_quarter(recipe):
+    packed = octavo.recipe(recipe).linear().wgrad.right.fmt.packed
+    assert x_column(recipe) / (2 * M * K) < {1: 0.54, 2: 0.33}[packed]
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

@@ -1,6 +1,7 @@
 """docs/recipe-settings.md lists the settings that exist, with their defaults, and values that are accepted."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def test_defaults_and_values_are_those_of_the_class(name):
         for value in values:
             other = octavo.recipe(f"{name}({written(setting, value)})")
             assert other != octavo.recipe(name), (setting, value)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "bf16"])
+def test_all_values_of_the_settings_of_a_recipe_fit_each_other(name):
+    """So that no combination names quantizers that no GEMM takes together."""
+    own = tables()[name]
+    for values in itertools.product(*([default, *others] for default, others in own.values())):
+        quant = octavo.recipe(f"{name}({','.join(map(written, own, values))})").linear()
+        assert None not in (quant.fprop.left, quant.dgrad.left, quant.wgrad.left), values
 
 
 def test_the_page_has_a_section_for_every_recipe_and_no_other():

@@ -3,9 +3,8 @@
 import pytest
 
 from octavo.runtime.adapter import Adapter
-from octavo.runtime.contract import LAYERS, Layer
+from octavo.runtime.contract import LAYERS, Layer, Packing, pack
 from octavo.runtime.graph_nodes import _node
-from octavo.runtime.packing import Packing, pack
 
 OWN = {"forward"}  # of the layer of a node, which returns bytes and flat scales
 

@@ -7,19 +7,19 @@ from octavo.ops import activation_layer, add_layer, fork_layer, linear_layer, no
 from octavo.recipes import recipe
 from octavo.runtime import chain
 from octavo.runtime.chain import Fields, layer
-from tests.support.contract_checks import abstract, check_alike
+from tests.support.contract_checks import abstract, check_alike, wants
 
 M, K = 6, 32
 
 
-def residual(grads="xw"):
+def residual(grads="dx dw"):
     """norm -> fork -> Linear -> silu -> add of what the fork returned."""
     stages = (
-        norm_layer.Config(weight_dtype="float32", grads=grads),
-        fork_layer.Config(grads="x"),
-        linear_layer.Config(recipe("fp8-current"), grads=grads),
-        activation_layer.Config("silu", grads="x"),
-        add_layer.Config(grads="xe"),
+        norm_layer.Config(weight_dtype="float32", **wants(grads)),
+        fork_layer.Config(**wants("dx")),
+        linear_layer.Config(recipe("fp8-current"), **wants(grads)),
+        activation_layer.Config("silu", **wants("dx")),
+        add_layer.Config(**wants("dx dextra")),
     )
     return chain.Config(stages, routes=((4, 1, 1, 0),), hidden=((1, 0),))
 
@@ -66,7 +66,7 @@ def test_a_chain_computes_what_its_stages_compute():
     assert [g is not None for g in grads] == list(layer.wants(config))
 
 
-@pytest.mark.parametrize("grads", ["", "x", "xw"])
+@pytest.mark.parametrize("grads", ["", "dx", "dx dw"])
 def test_forward_returns_what_abstract_describes(grads):
     config = residual(grads)
     inputs = inputs_of(config)

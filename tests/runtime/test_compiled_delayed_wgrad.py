@@ -187,7 +187,7 @@ def test_what_was_pending_is_released_after_a_compiled_step():
         assert kept() is None
 
 
-def test_an_input_that_is_written_to_does_not_change_a_weight_gradient_put_off():
+def test_an_input_that_is_written_to_does_not_change_a_deferred_weight_gradients():
     layer = make("bf16", delay_wgrad_compute=True)
     twin = make("bf16")
     x, dy = spiky(24, 48), spiky(24, 40)
@@ -260,7 +260,7 @@ def recompute_all(*_, **__):
 
 @pytest.mark.parametrize("mode", ["selective checkpoint", "flops"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "bf16"])
-def test_weight_gradients_put_off_in_eager_mode_while_a_mode_watches(recipe, mode):
+def test_deferred_weight_gradients_in_eager_mode_while_a_mode_watches(recipe, mode):
     layer = make(recipe, delay_wgrad_compute=True)
     twin = copy.deepcopy(layer)
     x, dy = spiky(24, 48), spiky(24, 40)

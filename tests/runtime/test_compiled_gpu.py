@@ -69,7 +69,7 @@ WAYS = {
     "plain": ({}, {}),
     "cached": ({}, {"is_first_microbatch": True}),
     "main_grad": ({"fuse_wgrad_accumulation": True}, {}),
-    "put off": ({"delay_wgrad_compute": True}, {}),
+    "deferred": ({"delay_wgrad_compute": True}, {}),
 }
 
 

@@ -172,7 +172,7 @@ def test_the_weight_cache(recipe, deferred, replays):
     assert counters["stats"]["unique_graphs"] == graphs_of(recipe, 2)
 
 
-def put_off(pair, calls, data, what):
+def deferred(pair, calls, data, what):
     """Forwards, backwards, and the weight gradients after all of them."""
     found = []
     torch.compiler.cudagraph_mark_step_begin()  # once a step: what a weight gradient waits for outlives its backward
@@ -196,12 +196,12 @@ def put_off(pair, calls, data, what):
         *[(name, 2, True) for name in ("fp8-current", "fp8-block", "mxfp8")],
     ],
 )
-def test_weight_gradients_put_off(recipe, flight, main_grad, replays):
+def test_deferred_weight_gradients(recipe, flight, main_grad, replays):
     pair = twins(recipe, delay_wgrad_compute=True, fuse_wgrad_accumulation=main_grad)
     if main_grad:
         for model in pair:
             model.weight.main_grad = torch.zeros(N, K, device=DEVICE)
-    run_steps(pair, compiled(pair[0]), replays, flight=flight, step=put_off)
+    run_steps(pair, compiled(pair[0]), replays, flight=flight, step=deferred)
 
 
 def test_stochastic_rounding_draws_anew_at_every_replay(replays):

@@ -132,7 +132,7 @@ WAYS = {
     "scaled": (lambda r: experts(r, scale_bias=True), {"scales": torch.ones(ROWS)}),
     "main_grad": (lambda r: with_buffers(fused(r)), {}),
     "main_grad in parts": (lambda r: with_buffers(fused(r, LAYOUTS["per group"])), {}),
-    "put off": (delayed, {}),
+    "deferred": (delayed, {}),
     "dgrad_out": (experts, {"dgrad_out": torch.zeros(ROWS, K)}),
 }
 
@@ -148,7 +148,7 @@ def with_buffers(layer):
     return layer
 
 
-IN_WAYS = [*[("fp8-delayed", way) for way in WAYS], ("bf16", "main_grad in parts"), ("nvfp4", "put off")]
+IN_WAYS = [*[("fp8-delayed", way) for way in WAYS], ("bf16", "main_grad in parts"), ("nvfp4", "deferred")]
 
 
 @pytest.mark.parametrize(("recipe", "way"), IN_WAYS)
@@ -246,16 +246,16 @@ CALLS = {
     "cached": (experts, {"is_first_microbatch": True}, ["refresh", "run", "run_bwd"]),
     "a flag on the device": (experts, {"is_first_microbatch": torch.zeros(1)}, ["refresh", "run", "run_bwd"]),
     "main_grad": (lambda r, **s: with_small_buffers(fused(r, **s)), {}, ["run", "run_bwd"]),
-    "put off": (delayed, {}, ["run", "run_bwd"]),
+    "deferred": (delayed, {}, ["run", "run_bwd"]),
     "scaled": (lambda r, **s: experts(r, scale_bias=True, **s), {"scales": torch.ones(9)}, ["run", "run_bwd"]),
     "out": (experts, {"out": torch.zeros(9, 12)}, ["run_into", "attach", "run_bwd"]),
     "both": (experts, {"out": torch.zeros(9, 12), "dgrad_out": torch.zeros(9, 17)}, ["run_into", "attach", "run_bwd"]),
-    "both, put off": (delayed, {"out": torch.zeros(9, 12), "dgrad_out": torch.zeros(9, 17)},
+    "both, deferred": (delayed, {"out": torch.zeros(9, 12), "dgrad_out": torch.zeros(9, 17)},
                       ["run_into", "attach", "run_bwd"]),
 }  # fmt: skip
 CHECKED = [("bf16", "plain"), ("fp8-current", "scaled"), ("fp8-block", "main_grad"),
-           ("fp8-delayed", "a flag on the device"), ("nvfp4", "put off"), ("mxfp8", "cached"),
-           ("bf16", "both"), ("nvfp4", "both"), ("fp8-rowwise", "out"), ("fp8-delayed", "both, put off")]  # fmt: skip
+           ("fp8-delayed", "a flag on the device"), ("nvfp4", "deferred"), ("mxfp8", "cached"),
+           ("bf16", "both"), ("nvfp4", "both"), ("fp8-rowwise", "out"), ("fp8-delayed", "both, deferred")]  # fmt: skip
 
 
 def with_small_buffers(layer):
@@ -275,10 +275,10 @@ def test_opcheck_of_every_operator_of_a_step(recipe, way):
         if op in (torch.ops.octavo.run.default, torch.ops.octavo.attach.default):
             wanting = [t.requires_grad for t in args[0]]
             wanting = wanting[::-1] if op is torch.ops.octavo.run.default else wanting
-            assert wanting[0] and (way in ("main_grad", "put off", "both, put off") or wanting[1]), "x and the weight"
+            assert wanting[0] and (way in ("main_grad", "deferred", "both, deferred") or wanting[1]), "x and the weight"
         else:
             args = without_gradients(args)
-        if "put off" in way and op in (torch.ops.octavo.run.default, torch.ops.octavo.run_into.default):
+        if "deferred" in way and op in (torch.ops.octavo.run.default, torch.ops.octavo.run_into.default):
             tests.remove("test_aot_dispatch_dynamic")  # room for dy holds NaN, and to this test NaN is not NaN
         assert set(torch.library.opcheck(op, args, test_utils=tests).values()) == {"SUCCESS"}, op
 

@@ -26,11 +26,11 @@ TITLES = {
 WAY_OUT = "Call backward() before optimizer.step() or any other write to it, or run forward again after the write."
 
 
-def steps(module, extras, x, between):
+def steps(module, extra_inputs, x, between):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     for p in module.parameters():
         p.grad = torch.ones_like(p)
-    y = module(x, *extras)
+    y = module(x, *extra_inputs)
     if between:
         optimizer.step()
     optimizer.zero_grad()
@@ -41,18 +41,18 @@ def steps(module, extras, x, between):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", TITLES)
 def test_a_step_between_forward_and_backward(kind, recipe):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     twin, x = copy.deepcopy(module), torch.randn(ROWS, K)
     if recipe == "bf16" or kind in NEEDS_PARAMETERS:
         with pytest.raises(ModifiedInPlace) as error:
-            steps(module, extras, x.requires_grad_(), True)
+            steps(module, extra_inputs, x.requires_grad_(), True)
         text = str(error.value)
         assert text.startswith("one of the variables needed for gradient computation has been modified by an inplace")
         assert TITLES[kind] in text and text.replace("octavo.step(), ", "").endswith(WAY_OUT)
         assert isinstance(error.value, RuntimeError) and isinstance(error.value, Unsupported)
     else:  # codes of the weight were kept
-        found = steps(module, extras, x.clone().requires_grad_(), True)
-        want = steps(twin, extras, x.clone().requires_grad_(), False)
+        found = steps(module, extra_inputs, x.clone().requires_grad_(), True)
+        want = steps(twin, extra_inputs, x.clone().requires_grad_(), False)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
@@ -112,11 +112,11 @@ DELAYED = {
 @pytest.mark.parametrize("kind", DELAYED)
 @pytest.mark.parametrize("before", [0, 1], ids=["cold", "warm"])
 def test_a_scale_that_octavo_step_has_changed_is_named(kind, before):
-    (module, extras), x = build(kind, "fp8-delayed"), torch.randn(ROWS, K, requires_grad=True)
+    (module, extra_inputs), x = build(kind, "fp8-delayed"), torch.randn(ROWS, K, requires_grad=True)
     for _ in range(before):
-        module(x, *extras).sum().backward()
+        module(x, *extra_inputs).sum().backward()
         octavo.step(module)
-    y = module(x, *extras)
+    y = module(x, *extra_inputs)
     octavo.step(module)
     with pytest.raises(ModifiedInPlace) as error:
         y.sum().backward()

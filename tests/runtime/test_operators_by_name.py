@@ -331,7 +331,7 @@ def test_a_copied_and_a_pickled_layer_compile_with_a_cache_of_their_own():
 
 @every
 @pytest.mark.parametrize("flight", [1, 3])
-def test_weight_gradients_put_off_with_several_microbatches_in_flight(recipe, flight):
+def test_deferred_weight_gradients_with_several_microbatches_in_flight(recipe, flight):
     layer = make(recipe, delay_wgrad_compute=True)
     twin = copy.deepcopy(layer)
     call = compiled(layer, dynamic=True)
@@ -379,7 +379,8 @@ def test_the_ops_pass_opcheck(recipe):
     x = batch(0)[0].requires_grad_()
     inputs = linear_layer.Inputs(x, layer.weight, layer.bias,
         scaling=layer._scaling.of_call(layer)[0] if recipe == "fp8-delayed" else ())  # fmt: skip
-    key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',grads='xwb')"
+    key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',"
+    key += "wants_dx=True,wants_dw=True,wants_db=True)"
     seed = layer._hidden._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
     presence = f"1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0,t0,t0|t0,0,{int(seed is not None)},0"

@@ -203,7 +203,7 @@ def test_kernels_find_zeros_in_every_replay(size, returned, monkeypatch):
 
     monkeypatch.setattr(calls, "DEVICES", {"cpu"})
     monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
-    monkeypatch.setattr(launch._threads, "told", None, raising=False)
+    monkeypatch.setattr(launch._threads, "listener", None, raising=False)
     kernels, seen = [Maximum(3.0), Maximum(7.0)], torch.zeros(1)
 
     def work(tensors):

@@ -105,17 +105,17 @@ def test_strict_false_changes_nothing_where_a_graph_serves(form):
     assert graphs() == 1
 
 
-# -- weight gradients put off where backward may run twice, or elsewhere -----------------------------------------------
+# -- weight gradients deferred where backward may run twice, or elsewhere ----------------------------------------------
 
 
-def test_a_checkpoint_around_a_graph_with_weight_gradients_put_off_is_refused():
+def test_a_checkpoint_around_a_graph_with_deferred_weight_gradients_is_refused():
     layer = make("fp8-current", delay_wgrad_compute=True)
     call = compiled(layer)
     with pytest.raises(UnsupportedConfig, match=r"delay_wgrad_compute.*checkpoint"):
         checkpoint(call, spiky(24, 48), use_reentrant=False)
 
 
-def test_a_memory_budget_and_weight_gradients_put_off_are_refused():
+def test_a_memory_budget_and_deferred_weight_gradients_are_refused():
     layer = make("fp8-current", delay_wgrad_compute=True)
     with (
         torch._functorch.config.patch(activation_memory_budget=0.0),
@@ -124,7 +124,7 @@ def test_a_memory_budget_and_weight_gradients_put_off_are_refused():
         compiled(layer)(spiky(24, 48))
 
 
-def test_data_parallel_training_and_weight_gradients_put_off_are_refused(tmp_path):
+def test_data_parallel_training_and_deferred_weight_gradients_are_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         layer = make("fp8-current", delay_wgrad_compute=True)

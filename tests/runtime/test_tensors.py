@@ -96,27 +96,27 @@ def test_a_weight_held_as_codes_is_ours():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_that_are_no_plain_memory_are_refused(kind, recipe):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     x = torch.randn(ROWS, K)
     rows = [torch.randn(ROWS // 2, K), torch.randn(ROWS // 4, K)]
     for layout in (torch.strided, torch.jagged):
         with pytest.raises(UnsupportedShape, match="takes plain tensors, got a nested one, whose rows differ"):
-            module(torch.nested.nested_tensor(rows, layout=layout), *extras)
+            module(torch.nested.nested_tensor(rows, layout=layout), *extra_inputs)
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
         with pytest.raises(UnsupportedShape, match=rf"dense tensors, got one of layout {sparse.layout}\. Call it on x"):
-            module(sparse, *extras)
+            module(sparse, *extra_inputs)
     with pytest.raises(UnsupportedDtype, match=rf"got a tests\.runtime\.test_tensors\.Quantized, {SUBCLASS}"):
-        module(Quantized(x), *extras)
+        module(Quantized(x), *extra_inputs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_that_are_marked_are_what_they_mark(kind, recipe):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     x = torch.randn(ROWS, K)
-    want = module(x, *extras)
+    want = module(x, *extra_inputs)
     for marked in (nn.Parameter(x), nn.Buffer(x), x.as_subclass(Mark), x.as_subclass(Named)):
-        assert torch.equal(module(marked, *extras).as_subclass(torch.Tensor), want)
+        assert torch.equal(module(marked, *extra_inputs).as_subclass(torch.Tensor), want)
 
 
 def test_a_graph_leaves_a_subclass_to_the_same_error():
@@ -132,41 +132,41 @@ def test_a_graph_leaves_a_subclass_to_the_same_error():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_with_operators_of_their_own_are_refused(kind, recipe, make):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     with pytest.raises(UnsupportedDtype, match=rf"takes plain tensors as (its weight|a parameter), got .*{SUBCLASS}"):
-        with_parameters(module, make)(torch.randn(ROWS, K), *extras)
+        with_parameters(module, make)(torch.randn(ROWS, K), *extra_inputs)
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped", "sequential"])
 def test_so_is_a_bias(kind):
-    module, extras = build(kind, "bf16")
+    module, extra_inputs = build(kind, "bf16")
     with pytest.raises(UnsupportedDtype, match=rf"takes plain tensors as its bias, got a .*{SUBCLASS}"):
-        with_parameters(module, Quantized, ("bias",))(torch.randn(ROWS, K), *extras)
+        with_parameters(module, Quantized, ("bias",))(torch.randn(ROWS, K), *extra_inputs)
 
 
 @pytest.mark.parametrize("kind", ["linear", "sequential"])
 def test_a_bias_of_another_dtype_or_device_is_refused(kind):
-    module, extras = build(kind, "fp8-current")
+    module, extra_inputs = build(kind, "fp8-current")
     with pytest.raises(UnsupportedDtype, match=r"Linear takes its bias in float32, .*, got torch\.float64"):
-        with_parameters(module, torch.Tensor.double, ("bias",))(torch.randn(ROWS, K), *extras)
+        with_parameters(module, torch.Tensor.double, ("bias",))(torch.randn(ROWS, K), *extra_inputs)
     with pytest.raises(UnsupportedDevice, match="The bias is on meta and the weight on cpu"):
-        with_parameters(module, lambda t: t.float().to("meta"), ("bias",))(torch.randn(ROWS, K), *extras)
+        with_parameters(module, lambda t: t.float().to("meta"), ("bias",))(torch.randn(ROWS, K), *extra_inputs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["linear", "groups", "sequential"])
 def test_a_sparse_weight_is_refused(kind, recipe):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     with pytest.raises(UnsupportedShape, match=r"takes dense tensors as its weight, got one of layout torch\.s"):
-        with_parameters(module, torch.Tensor.to_sparse, ("weight",))(torch.randn(ROWS, K), *extras)
+        with_parameters(module, torch.Tensor.to_sparse, ("weight",))(torch.randn(ROWS, K), *extra_inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_are_marked_are_what_they_mark(kind):
-    module, extras = build(kind, "fp8-block")
+    module, extra_inputs = build(kind, "fp8-block")
     x = torch.randn(ROWS, K)
-    want = module(x, *extras)
-    found = with_parameters(module, lambda t: t.as_subclass(Mark))(x, *extras)
+    want = module(x, *extra_inputs)
+    found = with_parameters(module, lambda t: t.as_subclass(Mark))(x, *extra_inputs)
     assert torch.equal(found.as_subclass(torch.Tensor), want)
 
 
@@ -200,25 +200,25 @@ def test_tensor_parallelism_is_refused(kind, recipe, mesh):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtensors_are_refused_as_input_and_as_parameters(kind, recipe, mesh):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     x = torch.randn(ROWS, K)
     sharded = distribute_tensor(torch.randn(2 * ROWS, K), mesh, [Shard(0)])
     with pytest.raises(UnsupportedDtype, match=PARALLEL):
-        module(sharded, *extras)
+        module(sharded, *extra_inputs)
     with_parameters(module, lambda t: distribute_tensor(t, mesh, [Replicate()]))
     for given in (x, sharded):
         with pytest.raises(UnsupportedDtype, match=f"{PARALLEL}.*{FSDP}"):
-            module(given, *extras)
+            module(given, *extra_inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collectives_result_is_waited_for(kind, mesh):
     """Tensor parallelism of the layers before leaves such behind."""
-    module, extras = build(kind, "fp8-block")
+    module, extra_inputs = build(kind, "fp8-block")
     x = torch.randn(ROWS, K, requires_grad=True)
     sent = all_reduce(x, "sum", mesh)  # of one's own x, where the others are not there
     assert type(sent) is AsyncCollectiveTensor
-    found, want = (torch.autograd.grad(module(t, *extras).sum(), x)[0] for t in (sent, x))
+    found, want = (torch.autograd.grad(module(t, *extra_inputs).sum(), x)[0] for t in (sent, x))
     assert torch.equal(found, want)
     assert torch.equal(octavo.ops.GELU()(all_reduce(x, "sum", mesh)), octavo.ops.GELU()(x))
 

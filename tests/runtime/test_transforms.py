@@ -27,9 +27,9 @@ CALLS = {
 @pytest.mark.parametrize("transform", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_are_refused(kind, transform):
-    module, extras = build(kind, "fp8-block")
+    module, extra_inputs = build(kind, "fp8-block")
     with pytest.raises(UnsupportedConfig, match=UNDER + transform) as error:
-        CALLS[transform](lambda x: module(x, *extras), torch.randn(ROWS, K))
+        CALLS[transform](lambda x: module(x, *extra_inputs), torch.randn(ROWS, K))
     assert error.match(WAY_OUT)
 
 
@@ -37,22 +37,22 @@ def test_transforms_are_refused(kind, transform):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tangent_is_lost_without_a_word(kind, recipe, graded):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     forward_mode = UNDER + r"forward-mode AD \(torch\.autograd\.forward_ad, torch\.func\.jvp\)"
     with forward_ad.dual_level(), torch.set_grad_enabled(graded):
         dual = forward_ad.make_dual(torch.randn(ROWS, K), torch.ones(ROWS, K))
         with pytest.raises(UnsupportedConfig, match=forward_mode):
-            module(dual, *extras)
-        assert module(torch.randn(ROWS, K), *extras).shape == (ROWS, K)  # without one there is nothing to lose
+            module(dual, *extra_inputs)
+        assert module(torch.randn(ROWS, K), *extra_inputs).shape == (ROWS, K)  # without one there is nothing to lose
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_are_not_lost_where_autograd_is_off(kind):
-    module, extras = build(kind, "fp8-delayed")
+    module, extra_inputs = build(kind, "fp8-delayed")
 
     def loss(x):
         with torch.no_grad():
-            return module(x, *extras).sum()
+            return module(x, *extra_inputs).sum()
 
     with pytest.raises(UnsupportedConfig, match=UNDER + r"torch\.func \(grad\)"):
         grad(loss)(torch.randn(ROWS, K))
@@ -68,9 +68,9 @@ def test_vmap_of_a_quantized_layer_is_refused_without_gradients_too(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_gradients_at_once_are_refused(kind, recipe):
-    module, extras = build(kind, recipe)
+    module, extra_inputs = build(kind, recipe)
     x = torch.randn(ROWS, K, requires_grad=True)
-    y = module(x, *extras)
+    y = module(x, *extra_inputs)
     with pytest.raises(UnsupportedConfig, match=UNDER + r"vmap over gradients \(is_grads_batched=True"):
         torch.autograd.grad(y, x, torch.randn(3, ROWS, K), is_grads_batched=True, retain_graph=True)
     assert torch.autograd.grad(y, x, torch.ones(ROWS, K))[0].shape == x.shape

@@ -28,7 +28,7 @@ def block(recipe="fp8-delayed"):
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_fresh_layer_in_eval_takes_small_inputs(kind, mode):
-    x, extras = 1e-3 * torch.randn(M, K), () if kind == "linear" else (SPLITS,)
+    x, extra_inputs = 1e-3 * torch.randn(M, K), () if kind == "linear" else (SPLITS,)
     layer = (make("fp8-delayed") if kind == "linear" else experts("fp8-delayed")).eval()
     exact = copy.deepcopy(layer)
     exact.recipe = "bf16"
@@ -36,8 +36,8 @@ def test_a_fresh_layer_in_eval_takes_small_inputs(kind, mode):
         if p.dim() == layer.bias.dim():
             p.data.zero_()
     with mode():
-        assert error(layer(x, *extras), exact(x, *extras)) < 0.05
-        assert_same(layer(x, *extras), layer(x, *extras))
+        assert error(layer(x, *extra_inputs), exact(x, *extra_inputs)) < 0.05
+        assert_same(layer(x, *extra_inputs), layer(x, *extra_inputs))
 
 
 @pytest.mark.parametrize("build", [lambda r: make(r, bias=False), block], ids=["linear", "mlp"])
@@ -234,7 +234,7 @@ def test_compiled_layers_share_two_graphs(kind, number, dynamic):
         "grouped": lambda: octavo.GroupedLinear(G, K, K, recipe="fp8-delayed"),
         "mlp": block,
     }[kind]
-    extras = (SPLITS,) if kind == "grouped" else ()
+    extra_inputs = (SPLITS,) if kind == "grouped" else ()
     model, graphs = nn.ModuleList([build() for _ in range(number)]), []
     twin = copy.deepcopy(model)
 
@@ -247,7 +247,7 @@ def test_compiled_layers_share_two_graphs(kind, number, dynamic):
     for i in range(3):
         x = spiky(M, K, seed=i) * 10.0**-i
         for ours, theirs in zip(model, twin, strict=True):
-            assert_equal(results(ours, x, x, *extras), results(theirs, x, x, *extras))
+            assert_equal(results(ours, x, x, *extra_inputs), results(theirs, x, x, *extra_inputs))
         octavo.step(model), octavo.step(twin)
         assert len(graphs) == (1 if i == 0 else 2)
     assert not any(cold(model))

@@ -180,7 +180,7 @@ def converted(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 
 
 def quantized(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
-    """Weights are refreshed and then held as codes."""
+    """Weights are refreshed and then stored as codes."""
     run = trained(recipe, device)
     with enter():
         octavo.refresh_weights(run.module)

@@ -7,10 +7,10 @@ class Combine(torch.autograd.Function):
     """Passes y on, and in backward sends these codes in place of its gradient."""
 
     @staticmethod
-    def forward(ctx, y, slot, codes):
-        ctx.slot, ctx.codes = slot, codes
+    def forward(ctx, y, gradient_codes, codes):
+        ctx.gradient_codes, ctx.codes = gradient_codes, codes
         return y.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.slot.put(ctx.codes), None, None
+        return ctx.gradient_codes.put(ctx.codes), None, None

@@ -22,9 +22,9 @@ def experts(recipe, **settings):
     return layer
 
 
-def results(layer, x, dy, *extras):
+def results(layer, x, dy, *extra_inputs):
     x = x.clone().requires_grad_()
-    y = layer(x, *extras)
+    y = layer(x, *extra_inputs)
     y.backward(dy)
     found = [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
     layer.zero_grad()

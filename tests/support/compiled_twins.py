@@ -111,7 +111,7 @@ def batches(i, m=M, layers=ALL_RECIPES):
     return spiky(layers, m, K, seed=100 + i), spiky(layers, m, N, seed=500 + i)
 
 
-# -- weight gradients put off ------------------------------------------------------------------------------------------
+# -- weight gradients deferred -----------------------------------------------------------------------------------------
 
 
 def flight_of(model, call, data, **flags):

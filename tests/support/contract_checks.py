@@ -6,6 +6,11 @@ from octavo.quant import TensorProto
 from octavo.runtime.contract import DTYPES
 
 
+def wants(grads):
+    """The fields of a config that wants these gradients, such as "dx dw"."""
+    return {f"wants_{name}": True for name in grads.split()}
+
+
 def flatten(fields):
     """The tensors among fields, some of which are tuples of tensors."""
     return [t for entry in fields for t in (entry if isinstance(entry, tuple) else (entry,)) if t is not None]
@@ -61,7 +66,7 @@ def check_gradients(layer, config, inputs, saved, grads, dys):
     assert [g is not None for g in grads] == list(layer.wants(config)), config
     assert len(grads) == len(inputs)
     announced = layer.abstract_gradients(config, tuple(saved), *[abstract(t) for t in dys])
-    elsewhere = layer.returned_elsewhere(config)
+    elsewhere = layer.gradients_in_buffers(config)
     for i, (grad, proto, tensor) in enumerate(zip(grads, announced, inputs, strict=True)):
         assert grad is None or grad.shape == tensor.shape, config
         assert grad is None or i in elsewhere or proto.unsupported_reason(grad) == "", config

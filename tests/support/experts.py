@@ -1,4 +1,5 @@
-"""Grouped layers to try: experts with known weights, the same ones as Linears, batches for them, and one step of each.
+"""Layers to try: experts with known weights, the same ones as Linears, batches for them, and one step of each. A Linear
+takes the place of experts where a test asks the same of both (`LAYERS`).
 
 Comparisons are bit by bit, and tails hold NaN unless a test says otherwise."""
 
@@ -23,6 +24,7 @@ STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "nvfp4")
 TURNED = ("fp8-current",)  # one scale for a group: its codes turned around are those of its columns
 LAYOUTS = {"single": {}, "per group": {"single_grouped_weight": False, "single_grouped_bias": False}}
+LAYERS = {"linear": {"groups": None}, **LAYOUTS}
 MIXED = {
     f"{'one' if w else 'each'} weight, {'one' if b else 'each'} bias": {
         "single_grouped_weight": w,
@@ -38,10 +40,15 @@ SLOW = ("fp8-rowwise", "mxfp8")  # recipes that others of their kind stand for
 def grid(recipes, **axes):
     """Recipes by everything else. All but a sample of the cases are marked slow: the sample has one recipe of each kind
     where everything else is the first there is; of these recipes two for a second choice, or one in turn for each of
-    many."""
+    many. A Linear, which takes little time, runs in all recipes."""
     axes = {name: of if isinstance(of, dict) else {str(value): value for value in of} for name, of in axes.items()}
     fast, cases = [recipe for recipe in recipes if recipe not in SLOW], []
     choices = list(product(*(of.items() for of in axes.values())))
+    of_linear = [choice for choice in choices if ("linear", LAYERS["linear"]) in choice]
+    cases += [
+        pytest.param(r, *(v for _, v in c), id="-".join([*(k for k, _ in c), r])) for c in of_linear for r in recipes
+    ]
+    choices = [choice for choice in choices if choice not in of_linear]
     for i, choice in enumerate(choices):
         quick = fast if i == 0 else [fast[i % len(fast)], fast[(i + 2) % len(fast)]][: 2 if len(choices) == 2 else 1]
         for recipe in recipes:
@@ -52,6 +59,7 @@ def grid(recipes, **axes):
 
 
 every, quantized, stateless, sample = (grid(recipes) for recipes in (SHIPPED, QUANTIZED, STATELESS, SAMPLE))
+layers = pytest.mark.parametrize("layout", LAYERS.values(), ids=LAYERS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 mixed = pytest.mark.parametrize("layout", MIXED.values(), ids=MIXED)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,6 +89,8 @@ def named(layer, kind):
 def own(layer, kind="weight"):
     """Each group's share of it: views of the one parameter, or each one's own."""
     found = named(layer, kind)
+    if isinstance(layer, octavo.Linear):
+        return [p.detach() for p in found.values()]
     return list(found[kind].detach()) if kind in found else [p.detach() for p in found.values()]
 
 
@@ -103,8 +113,11 @@ def same_seed(model):
 
 
 def experts(recipe, groups=G, k=K, n=N, *, seed=1, dtype=torch.float32, **settings):
-    """The same weights in every layout, each group's of another magnitude."""
-    layer = octavo.GroupedLinear(groups, k, n, recipe=recipe, dtype=dtype, **settings)
+    """The same weights in every layout, each group's of another magnitude. Without `groups`, a Linear."""
+    if groups is None:
+        layer = octavo.Linear(k, n, recipe=recipe, dtype=dtype, **settings)
+    else:
+        layer = octavo.GroupedLinear(groups, k, n, recipe=recipe, dtype=dtype, **settings)
     for g, weight in enumerate(own(layer)):
         weight.copy_(spiky(n, k, seed=seed + g, size=8.0) * 0.1 * (1 + g % 5))
     for g, bias in enumerate(own(layer, "bias")):
@@ -169,14 +182,29 @@ def sizes(splits=SPLITS):
     return torch.tensor(splits)
 
 
+def shape(layer):
+    """That of all weights, [G, N, K], or [N, K] of a Linear."""
+    return (N, K) if isinstance(layer, octavo.Linear) else (G, N, K)
+
+
+def forward(layer, x, splits=SPLITS, *, call=None, **given):
+    """y. A Linear takes the rows of all groups, and no tail."""
+    call = layer if call is None else call
+    return call(x[: sum(splits)], **given) if isinstance(layer, octavo.Linear) else call(x, sizes(splits), **given)
+
+
+def backward(y, dy):
+    y.backward(dy[: len(y)])
+
+
 def step(layer, x, dy, splits=SPLITS, *, call=None, **given):
     """y and every gradient of a step that starts without any."""
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     if "scales" in given:
         given["scales"] = given["scales"].clone().requires_grad_()
-    y = (layer if call is None else call)(leaf, sizes(splits), **given)
-    y.backward(dy)
+    y = forward(layer, leaf, splits, call=call, **given)
+    backward(y, dy)
     found = {"y": y.detach().clone(), "dx": leaf.grad, "dw": stacked(layer), "db": stacked(layer, "bias")}
     return found | ({"ds": given["scales"].grad} if "scales" in given else {})
 
@@ -205,7 +233,7 @@ def close(found, want, magnitude, unit):
 GIVEN = [("out",), ("dgrad_out",), ("out", "dgrad_out")]
 
 
-def held(layer):
+def cached_codes(layer):
     """Bytes of the cached codes and scales."""
     state = ("seed", "scaling")
     found = {name: b for name, b in named_state(layer) if b.numel() and not any(word in name for word in state)}
@@ -217,7 +245,7 @@ def addresses(layer):
 
 
 def give(layer, buffer):
-    """A [G, N, K] buffer, or its parts, as main_grad."""
+    """A buffer of all weights, or its parts, as main_grad."""
     found = named(layer, "weight")
     if "weight" in found:
         found["weight"].main_grad = buffer

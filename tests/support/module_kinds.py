@@ -32,9 +32,9 @@ def build(kind, recipe):
 class Holder(nn.Module):
     """A module and what it takes besides x, as a function of x alone."""
 
-    def __init__(self, module, extras):
+    def __init__(self, module, extra_inputs):
         super().__init__()
-        self.module, self.auxiliary = module, extras
+        self.module, self.auxiliary = module, extra_inputs
 
     def forward(self, x):
         return self.module(x, *self.auxiliary)

@@ -1,7 +1,7 @@
 """One pool of four processes over gloo, for all tests that need several ranks.
 
 A job is a function of a module, called on every rank with its group and its rank there: `job(group, rank, *arguments)`.
-A job of two ranks runs on the first two.
+A job of one rank or two runs on the first.
 """
 
 import io
@@ -99,5 +99,5 @@ def join(store):
         "gloo", init_method=f"file://{store}", rank=int(os.environ["RANK"]), world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    for size in (2, WORLD):
+    for size in (1, 2, WORLD):
         GROUPS[size] = dist.new_group(range(size))

@@ -27,31 +27,54 @@ class ActivationGradient:
     """The gradient between an activation and the layer before it, as codes for that layer's backward."""
 
     def __init__(
-        self, call: operands.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
+        self, call: operands.Backward, act: Any, given: list[Any], bias_grad: torch.dtype | None,
         again: Target = NOTHING,
     ) -> None:  # fmt: skip
-        """Compute the codes. `call` is the layer's backward; `saved` and dy belong to the activation."""
-        self.call = call
+        """Compute the codes. `call` is the layer's backward. `given` has what the activation saved, and its dy: it is
+        emptied, so that a gradient that is written before it is cast finds their memory free."""
+        (saved, dy), self.call = given, call
+        given.clear()
         self.like = TensorProto(activation_layer.shape_of_dx(act, tuple(dy.shape)), dy.dtype, dy.device)
-        self.pair, given = matmul.dy_buffers(call, self.like)
-        scales_grad = DTYPES[act.scales_dtype] if "s" in act.grads else None
-        self.sums = cast.backward(
-            act.function, activation_layer.matrix(dy), kernel_inputs(saved), Target(self.pair, given), again,
-            bias_grad, scales_grad,
-        )  # fmt: skip
+        dy, inputs = activation_layer.matrix(dy), kernel_inputs(saved)
+        del saved
+        sums = bias_grad, DTYPES[act.scales_dtype] if act.wants_ds else None
+        first, second = call.config.dy_pair
+        spec = second if first is None else first
+        if spec is not None and cast.writes_dx(act.function, dy, inputs, spec):
+            self.sums, dx = cast.value(act.function, dy, inputs, True, call.rows.groups, again, *sums)
+            del dy, inputs
+            target = Target(*matmul.dy_buffers(call, self.like))
+            if dx is not None:
+                cast.fill(dx, target)
+        else:
+            target = Target(*matmul.dy_buffers(call, self.like))
+            self.sums = cast.backward(act.function, dy, inputs, target, again, *sums)
+        self.pair = target.pair
         self.of_activation: Grads = (None, self.sums.scales, None, None)  # gradients of its inputs, but for x
 
-    def gradients(self, db: Tensor | None, x_column: QTensor | None = None) -> Grads:
-        """Return the gradients of the layer's inputs. `x_column` has x's column codes if forward kept none."""
-        config = self.call.config
-        dx = matmul.input_gradient(self.call, self.like, self.pair[0]) if config.wants_dx else None
-        dw = matmul.finish(self.call, self.like, self.pair[1], x_column)
-        found: Grads = LAYERS[config.registered_name].gradients(dx, dw, db)
+    def gradients(self, db: Tensor | None) -> Grads:
+        """Return the gradients of the layer's inputs."""
+        dx = self.input_gradient()
+        found: Grads = self.layer.gradients(dx, self.weight_gradient(), db)
         return found
+
+    @property
+    def layer(self) -> Any:
+        return LAYERS[self.call.config.registered_name]
+
+    def input_gradient(self) -> Tensor | None:
+        """Return the gradient of the layer's x, and drop the row codes."""
+        row, self.pair = self.pair[0], (None, self.pair[1])
+        return matmul.input_gradient(self.call, self.like, row) if self.call.config.wants_dx else None
+
+    def weight_gradient(self, x_column: QTensor | None = None) -> Tensor | None:
+        """Return dw, and drop the column codes. `x_column` has x's column codes if forward kept none."""
+        column, self.pair = self.pair[1], matmul.NO_CODES
+        return matmul.finish(self.call, self.like, column, x_column)
 
 
 def own_bias(config: Any) -> torch.dtype | None:
-    return DTYPES[config.bias_dtype] if "b" in config.grads else None
+    return DTYPES[config.bias_dtype] if config.wants_db else None
 
 
 class ActivationBias(FusedOperation):
@@ -67,7 +90,7 @@ class ActivationBias(FusedOperation):
         first, *between, act = configs
         call = LAYERS[first.registered_name].backward_call(first, saved[0], buffers[0], writes, dy.shape[0])
         wanted = own_bias(between[0] if between else first)
-        cast = ActivationGradient(call, act, saved[-1], call.rows.readable(dy), wanted)
+        cast = ActivationGradient(call, act, [saved[-1], call.rows.readable(dy)], wanted)
         if not between:
             return [cast.gradients(cast.sums.bias), cast.of_activation]
         return [cast.gradients(None), (None, None, cast.sums.bias, None), cast.of_activation]

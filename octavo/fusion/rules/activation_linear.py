@@ -14,7 +14,7 @@ from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import LAYERS, ForwardResult
-from octavo.scaling.cast_arguments import RunningAmaxes
+from octavo.scaling.delayed_scaling import RunningAmaxes
 
 
 class ActivationLinear(FusedOperation):

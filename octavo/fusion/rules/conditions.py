@@ -6,6 +6,7 @@ from typing import Any
 from octavo.fusion.rule import KNOWN_SCALE, Condition
 
 QUANTIZED = "fprop is quantized"
+KEPT_AS_CODES = "x is kept as codes"
 
 
 def of(place: int, name: str, holds: Any, sentence: str) -> Condition:
@@ -26,17 +27,17 @@ def quantizes_x(place: int) -> Condition:
 
 def keeps_codes_of_x(place: int) -> Condition:
     return of(
-        place, "x is kept as codes", lambda c: c.kept_x != "plain",
+        place, KEPT_AS_CODES, lambda c: c.kept_x != "plain",
         "wgrad is in high precision and needs x itself, which must then be written anyway",
     )  # fmt: skip
 
 
 def knows_scale_of_x(place: int) -> Condition:
-    return of(place, KNOWN_SCALE, lambda c: c.is_x_calibrated, _first_step("x"))
+    return of(place, KNOWN_SCALE, lambda c: not c.measures_x, _first_step("x"))
 
 
 def knows_scale_of_dy(place: int) -> Condition:
-    return of(place, KNOWN_SCALE, lambda c: c.is_dy_calibrated, _first_step("dy"))
+    return of(place, KNOWN_SCALE, lambda c: not c.measures_dy, _first_step("dy"))
 
 
 def _first_step(name: str) -> str:
@@ -101,7 +102,7 @@ def runs_now(place: int) -> Condition:
 
 def no_scale_gradient(place: int) -> Condition:
     return of(
-        place, "row scales want no gradient", lambda c: "s" not in c.grads,
+        place, "row scales want no gradient", lambda c: not c.wants_ds,
         "the gradient of row scales is a sum over whole rows, in a pass of its own",
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ The same pass sums the gradients of row scales, such as the probabilities of a r
 
     dy -> codes                 da = dy · w2
     da, h -> dh codes, sums of dh for the bias, gradients of the scales, column codes of a = act(h) · scales
-    dw2 = dyᵀ · a               dx = dh · w1            dw1 = dhᵀ · x
+    dx = dh · w1            dw1 = dhᵀ · x               dw2 = dyᵀ · a
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class GroupedMLP(MLP):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         refuse_other_sizes(Saved._make(saved[0]).start, Saved._make(saved[2]).start)
         return MLP.step_backward(configs, saved, buffers, grads, writes)

@@ -4,7 +4,7 @@ in the pass that reads the activation's x anyway, so that none are saved.
 
     dy -> codes                 da = dy · w2
     da, h -> dh codes, sums of dh for the bias, column codes of a = act(h)
-    dw2 = dyᵀ · a               dx = dh · w1            dw1 = dhᵀ · x
+    dx = dh · w1            dw1 = dhᵀ · x               dw2 = dyᵀ · a
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class MLP(ActivationLinear):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         first, act, second = configs
         dy = grads[-1][0]
@@ -42,10 +42,13 @@ class MLP(ActivationLinear):
         da = matmul.input_gradient(last, dy, row)
         again, given = matmul.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
         call = layer.backward_call(first, saved[0], buffers[0], writes, dy.shape[0])._replace(rows=last.rows)
-        cast = ActivationGradient(call, act, saved[1], da, own_bias(first), Target(again, given))
+        of_act = [saved.pop(1), da]
+        del row, da  # before the gradients of weights, as h is
+        cast = ActivationGradient(call, act, of_act, own_bias(first), Target(again, given))
         db, ds = last.rows.bias_gradients(last, dy)
+        of_first = cast.gradients(cast.sums.bias)
         dw = matmul.finish(last, dy, column, again[1])
-        return [cast.gradients(cast.sums.bias), cast.of_activation, layer.gradients(None, dw, db, ds)]
+        return [of_first, cast.of_activation, layer.gradients(None, dw, db, ds)]
 
 
 def columns_in_backward(configs: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,10 @@ pass.
     forward     x -> codes by expert      h = x · w1ᵀ      h -> codes of a = act(h)      y = Σ p · (a · w2ᵀ)
     backward    dy -> codes by expert     g = dy · w2
                 g, h, p -> codes of dh = p · g · act'(h), d(p) = ⟨g, a⟩, column codes of p · a
-                dw2 = dyᵀ · (p · a)       dx = Σ dh · w1       dw1 = dhᵀ · x
+                dx = Σ dh · w1       dw1 = dhᵀ · x       dw2 = dyᵀ · (p · a)
+
+The gradients of weights, which are more than all else, come last, and that with the smaller operands at the very end:
+whatever is done with is freed before, h too.
 
 The probabilities enter backward at the activation rather than at dy. Gradients are those of the operations one by one,
 up to the rounding of codes: there, p · dy is quantized, here dy. Delayed scaling therefore remembers the amaxes of dy
@@ -45,10 +48,12 @@ from octavo.ops import (
 )
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.operands import Backward
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult
-from octavo.scaling.cast_arguments import RunningAmaxes
+from octavo.scaling.delayed_scaling import RunningAmaxes
 
 Grads = tuple[Tensor | None, ...]
 
@@ -65,6 +70,7 @@ class RoutedExperts(FusedOperation):
         x, source = activation_layer.matrix(moved.x), moves.tokens(moved.assignments, moved.positions)
         codes = matmul.quantized(first, own, first.x_cast, x, rows, amaxes.x, source)
         up = matmul.forward_from(first, own, codes, rows, amaxes)
+        del codes  # before there is a second
         h = up.outputs[0]
         activated, down = ActivationGroupedLinear.step_forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
         activated = activated._replace(intermediates=LAYERS[act.registered_name].intermediates(act, h))
@@ -75,7 +81,7 @@ class RoutedExperts(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         _, first, act, second, back = configs
         moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
@@ -90,20 +96,20 @@ class RoutedExperts(FusedOperation):
         row, column = matmul.quantized_dy(last, dy, source)
         g = matmul.input_gradient(last, like, row)
         again, given = matmul.x_column_buffer(last, TensorProto.of(g))
+        del row
         scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
+        saved.clear()
         scaled = scaled._replace(scales=moves.take(probs, of_token, assignments))
-        act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
-        cast = ActivationGradient(call, act, scaled, g, own_bias(first), Target(again, given))
-        del g, scaled, row  # before the last GEMMs
-        dw = matmul.finish(last, like, column, again[1])
-        x_column = None
-        if first.wants_dw:
-            assert moved.x is not None
-            x_column = matmul.x_columns_again(call, activation_layer.matrix(moved.x), source)
-        dx, *rest = cast.gradients(cast.sums.bias, x_column)
+        act = _scaled(act, DTYPE_NAMES[probs.dtype], back.wants_dprobs)
+        of_act = [scaled, g]
+        del g, scaled
+        cast = ActivationGradient(call, act, of_act, own_bias(first), Target(again, given))
+        dx = cast.input_gradient()
         if dx is not None:
             dx = moves.combine(dx, Assignments(of_token.positions), None)
             dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
+        dw1 = cast.weight_gradient(_x_columns(call, moved.x, source))
+        dw2 = matmul.finish(last, like, column, again[1])
         dprobs = None
         if cast.sums.scales is not None:
             dprobs = unsafe_view(
@@ -111,15 +117,23 @@ class RoutedExperts(FusedOperation):
             )
         empty = (None,) * len(activation_layer.Inputs._fields)
         return [
-            (dx, None, None), (None, *rest), empty, layer.gradients(None, dw, None),
+            (dx, None, None), layer.gradients(None, dw1, cast.sums.bias), empty, layer.gradients(None, dw2, None),
             (None, None, None, dprobs, None),
         ]  # fmt: skip
+
+
+def _x_columns(call: Backward, x: Tensor | None, source: Tensor) -> QTensor | None:
+    """Make x's column codes for the first layer's dw, if that is wanted."""
+    if not call.config.wants_dw:
+        return None
+    assert x is not None
+    return matmul.x_columns_again(call, activation_layer.matrix(x), source)
 
 
 @lru_cache(maxsize=256)
 def _scaled(act: activation_layer.Config, dtype: str, wanted: bool) -> activation_layer.Config:
     """The activation's config with row scales, and whether their gradient is wanted."""
-    return replace(act, scales_dtype=dtype, grads="xs" if wanted else "x")
+    return replace(act, scales_dtype=dtype, wants_dx=True, wants_ds=wanted, wants_db=False)
 
 
 CONDITIONS = (

@@ -12,7 +12,7 @@ from octavo.ops.norm import LayerNorm, RMSNorm
 from octavo.ops.operands import DENSE
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import ForwardResult
-from octavo.scaling.cast_arguments import RunningAmaxes
+from octavo.scaling.delayed_scaling import RunningAmaxes
 
 
 class NormLinear(FusedOperation):

@@ -15,7 +15,7 @@ from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 
 REACHES = (16, 32)  # elements of the contraction that share a scale, in schemes whose scales multiply values
-FEW = 64  # rows
+FEW = 64  # rows; below, decoding once for all tiles, which takes as long as one product, is not paid back
 
 
 def is_worth_it(a: QTensor, m: int, n: int) -> bool:

@@ -74,7 +74,7 @@ def combine_backward(
         found = _rows_of(rows, assignments, k)
         sums = (dy.double() * found.double()).sum(1)
         there = assignments.positions[:, k] >= 0  # of an assignment without a row, even where dy is no number
-        _write_slot(dprobs, assignments, k, torch.where(there, sums, 0).to(dprobs.dtype))
+        _write_dprobs(dprobs, assignments, k, torch.where(there, sums, 0).to(dprobs.dtype))
 
 
 def take(probs: Tensor, out: Tensor, assignments: Assignments, sources: Tensor) -> None:
@@ -86,7 +86,7 @@ def take(probs: Tensor, out: Tensor, assignments: Assignments, sources: Tensor) 
 
 def take_backward(grad: Tensor, dprobs: Tensor, assignments: Assignments) -> None:
     for k in range(assignments.positions.shape[1]):
-        _write_slot(dprobs, assignments, k, _rows_of(grad[:, None], assignments, k)[:, 0])
+        _write_dprobs(dprobs, assignments, k, _rows_of(grad[:, None], assignments, k)[:, 0])
 
 
 def _columns(assignments: Assignments) -> Tensor:
@@ -109,7 +109,7 @@ def _rows_of(rows: Tensor, assignments: Assignments, k: int) -> Tensor:
     return torch.where((position >= 0)[:, None], rows[position.clamp_min(0)], 0)
 
 
-def _write_slot(dprobs: Tensor, assignments: Assignments, k: int, values: Tensor) -> None:
+def _write_dprobs(dprobs: Tensor, assignments: Assignments, k: int, values: Tensor) -> None:
     """Writes a value for each token, zero for one whose k-th assignment has no row."""
     if assignments.experts is None:
         dprobs[:, k] = values

@@ -222,7 +222,7 @@ def _scatter_kernel(
 
 
 @triton.jit
-def _slot(positions, probs, experts, token, k, K, W):
+def _row_and_weight(positions, probs, experts, token, k, K, W):
     """Row and weight of an assignment; -1 and 0 for one without a row."""
     row = tl.load(positions + token * K + k, mask=k < K, other=-1)
     weight = 0.0
@@ -256,10 +256,10 @@ def _combine_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     WEIGHTED: tl.constexpr = probs is not None
     for k in range(0, K, 4):  # the loads of four rows are in flight at a time
-        row_a, a = _slot(positions, probs, experts, token, k, K, W)
-        row_b, b = _slot(positions, probs, experts, token, k + 1, K, W)
-        row_c, c = _slot(positions, probs, experts, token, k + 2, K, W)
-        row_d, d = _slot(positions, probs, experts, token, k + 3, K, W)
+        row_a, a = _row_and_weight(positions, probs, experts, token, k, K, W)
+        row_b, b = _row_and_weight(positions, probs, experts, token, k + 1, K, W)
+        row_c, c = _row_and_weight(positions, probs, experts, token, k + 2, K, W)
+        row_d, d = _row_and_weight(positions, probs, experts, token, k + 3, K, W)
         at_a = _values(rows, row_a, columns, live, stride_m, stride_k)
         at_b = _values(rows, row_b, columns, live, stride_m, stride_k)
         at_c = _values(rows, row_c, columns, live, stride_m, stride_k)
@@ -277,7 +277,7 @@ def _combine_backward_kernel(
     token = tl.program_id(0)
     if token < T:
         for k in range(K):
-            row, weight = _slot(positions, probs, experts, token, k, K, W)
+            row, weight = _row_and_weight(positions, probs, experts, token, k, K, W)
             column = k
             if experts is not None:
                 column = tl.load(experts + token * K + k)

@@ -1,4 +1,8 @@
-"""A program has one position of one sequence: all heads of q, then those of k, and in backward those of v."""
+"""A program has one position of one sequence: all heads of q, then those of k, and in backward those of v.
+
+In torch's operations the same took ten kernels a layer. All heads of a position share its sines and cosines, which one
+program therefore reads once.
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, no-check-untyped-defs
 
@@ -17,10 +21,11 @@ HEADS, WARPS = 8, 4  # heads at a time
 
 @triton.jit
 def _turn(
-    x, y, cosine, sine, count, step_x, step_y,
+    x, y, cosine, of_low, of_high, count, step_x, step_y,
     HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates `count` heads of x, `step_x` elements apart, to y."""
+    """Rotates `count` heads of x, `step_x` elements apart, to y. `of_low` and `of_high` are the sine and its negative:
+    what the low channels give to the high ones, and the high channels to the low ones."""
     channels = tl.arange(0, WIDE)
     for first in range(0, count, HEADS):
         heads = first + tl.arange(0, HEADS)
@@ -29,9 +34,9 @@ def _turn(
         low = tl.load(at_x, mask=live, other=0.0).to(tl.float32)
         high = tl.load(at_x + HALF, mask=live, other=0.0).to(tl.float32)
         at_y = y + heads[:, None] * step_y + channels[None, :]
-        # in both lines the compiler fuses the product of `low` into the sum, as `rotary.cast` does by name
-        tl.store(at_y, (low * cosine - high * sine).to(y.dtype.element_ty), mask=live)
-        tl.store(at_y + HALF, (high * cosine + low * sine).to(y.dtype.element_ty), mask=live)
+        # the product of `low` is fused into the sum, as in `rotary.cast`
+        tl.store(at_y, tl.fma(low, cosine, high * of_high).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y + HALF, tl.fma(low, of_low, high * cosine).to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -51,7 +56,8 @@ def _factors(own, other, t, HALF: tl.constexpr, WIDE: tl.constexpr):
     live = channels < HALF
     cosine = tl.load(own + t * 2 * HALF + channels, mask=live, other=0.0).to(tl.float32)
     sine = tl.load(other + t * 2 * HALF + HALF + channels, mask=live, other=0.0).to(tl.float32)
-    return cosine[None, :], sine[None, :]
+    # not -sine, which Triton computes as 0 - sine: a sine of zero would lose its sign
+    return cosine[None, :], sine[None, :], -1.0 * sine[None, :]
 
 
 @triton.jit
@@ -59,12 +65,12 @@ def _rotate_kernel(
     qkv, own, other, q, k, T, H, S, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
-    cosine, sine = _factors(own, other, row % T, HALF, WIDE)
+    cosine, sine, negative = _factors(own, other, row % T, HALF, WIDE)
     D: tl.constexpr = 2 * HALF
     at = row.to(tl.int64)
     x = qkv + at * (H + 2 * S) * D
-    _turn(x, q + at * H * D, cosine, sine, H, D, D, HALF, WIDE, HEADS)
-    _turn(x + H * D, k + at * S * D, cosine, sine, S, D, D, HALF, WIDE, HEADS)
+    _turn(x, q + at * H * D, cosine, sine, negative, H, D, D, HALF, WIDE, HEADS)
+    _turn(x + H * D, k + at * S * D, cosine, sine, negative, S, D, D, HALF, WIDE, HEADS)
 
 
 @triton.jit
@@ -74,11 +80,12 @@ def _back_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
-    cosine, sine = _factors(own, other, row % T, HALF, WIDE)
+    cosine, sine, negative = _factors(own, other, row % T, HALF, WIDE)
     D: tl.constexpr = 2 * HALF
     y = out + row.to(tl.int64) * (H + 2 * S) * D
-    _turn(dq + b * q_batch + t * q_token, y, cosine, -sine, H, q_head, D, HALF, WIDE, HEADS)
-    _turn(dk + b * k_batch + t * k_token, y + H * D, cosine, -sine, S, k_head, D, HALF, WIDE, HEADS)
+    _turn(dq + b * q_batch + t * q_token, y, cosine, negative, sine, H, q_head, D, HALF, WIDE, HEADS)
+    _turn(dk + b * k_batch + t * k_token, y + H * D, cosine, negative, sine, S, k_head, D, HALF, WIDE, HEADS)
+    # not a turn by a cosine of one and a sine of zero: that would make the partner of an Inf NaN
     _copy(dv + b * v_batch + t * v_token, y + (H + S) * D, S, v_head, D, HALF, WIDE, HEADS)
 
 

@@ -25,7 +25,7 @@ from octavo import backend
 from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.proto import TensorProto
-from octavo.values import shown
+from octavo.values import excerpt
 
 BLOCK = 128
 MAX_GROUPS = 4096
@@ -145,8 +145,8 @@ def check_values(splits: Tensor, rows: int) -> None:
     sizes = splits.tolist()
     if min(sizes) < 0 or sum(sizes) > rows:
         raise UnsupportedShape(
-            f"Group sizes must be 0 or more, and their sum at most the {rows} rows, got {shown(str(sizes))}. Count the "
-            "rows of each group anew."
+            f"Group sizes must be 0 or more, and their sum at most the {rows} rows, got {excerpt(str(sizes))}. Count "
+            "the rows of each group anew."
         )
 
 

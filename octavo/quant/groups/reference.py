@@ -29,7 +29,7 @@ def split(splits: Tensor | None, each: int, groups: Groups) -> None:
 
 def in_blocks(x: Tensor, groups: Groups) -> Tensor:
     """Copy packed rows [rows, K] to the padded layout [padded, K], with zeros between. Does not read the tail."""
-    at, live = _places(groups)
+    at, live = places(groups)
     if groups.rows == 0:
         return x.new_zeros(groups.padded, x.shape[1])
     return torch.where(live[:, None], x[at.clamp_max(groups.rows - 1)], 0)
@@ -47,13 +47,13 @@ def gathered(x: Tensor, source: Tensor, groups: Groups) -> Tensor:
 
 def pack(x: Tensor, groups: Groups) -> Tensor:
     """Copy the padded layout back to packed rows, with a zero tail: the inverse of `in_blocks`."""
-    at, live = _places(groups)
+    at, live = places(groups)
     packed = x.new_zeros(groups.rows + 1, x.shape[1])  # padding goes to the last row, which is cut off
     return packed.index_copy_(0, torch.where(live, at, groups.rows), x)[: groups.rows]
 
 
-def _places(groups: Groups) -> tuple[Tensor, Tensor]:
-    """Returns, for each row of the padded layout, its packed row and whether it has one."""
+def places(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return, for each row of the padded layout, its packed row and whether it has one."""
     within = torch.arange(BLOCK, device=groups.owner.device, dtype=torch.int64)
     at = groups.source.long()[:, None] + within
     return at.view(-1), (within < groups.live[:, None]).view(-1)

@@ -35,9 +35,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def random_bytes(rows: int, row_blocks: int, seed: Tensor, stream: int) -> Tensor:
-    """Return r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
-    index = torch.arange(rows * row_blocks, device=seed.device, dtype=torch.int64)
+def random_bytes(rows: int, row_blocks: int, seed: Tensor, stream: int, first: int = 0) -> Tensor:
+    """Return r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step] and the number of the first
+    block."""
+    index = torch.arange(first, first + rows * row_blocks, device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
     step = zero + (seed[1] & _LOW)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)

@@ -27,6 +27,7 @@ from octavo.runtime.replay.source import (
     with_addresses_once,
     with_aliases,
     with_deletions,
+    with_late_allocations,
     with_one_fill,
     without_detached,
 )
@@ -271,11 +272,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(self._why)
         lines = without_detached(needed(self._lines, set(uses)), set(uses))
         lines = with_aliases(in_form(lines, self._forms, set(uses)), self._aliases, set(self._inputs), set(uses))
-        lines = with_addresses_once(with_one_fill(lines, set(uses), self._zeros), set(self._inputs))
+        lines = with_late_allocations(with_one_fill(lines, set(uses), self._zeros))
+        lines = with_addresses_once(lines, set(self._inputs))
+        # the call owns its inputs, and frees each of them as early as what it makes itself
+        taken = Line(f"{', '.join(self._inputs)}, = tensors; tensors.clear()", (), self._inputs)
         source = "\n    ".join([
-            f"def replay({', '.join(self._inputs)}):",
+            "def replay(tensors):",
             *self._opening(),
-            *with_deletions(lines, set(uses)),
+            *with_deletions([taken, *lines], set(uses)),
             f"return {self._constant(about)}, ({''.join(name + ', ' for name in returned)})",
         ])  # fmt: skip
         space = dict(self._constants)

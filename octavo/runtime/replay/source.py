@@ -1,7 +1,7 @@
 """The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, and
 detached tensors replaced by the tensors themselves; a tensor that is only used in another form is allocated in that
 form; views are made without torch's dispatcher; small zeros that kernels get are one allocation, filled at once, an
-address is asked for once, and every tensor is deleted after its last use."""
+address is asked for once, and every tensor is allocated right before its first use and deleted after its last."""
 
 import re
 from collections import Counter
@@ -117,6 +117,20 @@ def readdressed(line: Line, old: str, new: str) -> Line:
         return line
     addresses = tuple(new if name == old else name for name in line.addresses)
     return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", address(new), line.text), addresses=addresses)
+
+
+def with_late_allocations(lines: list[Line]) -> list[Line]:
+    """The lines, with each allocation right before the first line that uses its tensor: what is let go in between makes
+    room for it."""
+    waiting: dict[str, Line] = {}
+    kept: list[Line] = []
+    for line in lines:
+        kept += [waiting.pop(name) for name in dict.fromkeys((*line.uses, *line.addresses)) if name in waiting]
+        if line.idle and not line.uses and len(line.makes) == 1:
+            waiting[line.makes[0]] = line
+        else:
+            kept.append(line)
+    return [*kept, *waiting.values()]
 
 
 def with_one_fill(lines: list[Line], returned: set[str], zeros: Callable[[int], str]) -> list[Line]:

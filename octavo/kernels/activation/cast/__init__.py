@@ -82,11 +82,18 @@ def backward(
     return found
 
 
+def writes_dx(fn: Function, dy: Tensor, inputs: Inputs, spec: Quantizer | None) -> bool:
+    """Whether `backward` writes dx and then casts it by `spec`. A caller that is to free dy and x in between calls
+    `value` and `fill` in its place, to the same bits."""
+    found: bool = backend.implementation(__name__, dy).writes_dx(fn, dy, inputs, spec)
+    return found
+
+
 def plain_forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
     """Writes y, then casts it."""
     x, scales, bias, seed = inputs
     assert x is not None
-    return _fill(activation.forward(fn, x, scales, bias, seed, _end(y.cast_args.groups)), y)
+    return fill(activation.forward(fn, x, scales, bias, seed, _end(y.cast_args.groups)), y)
 
 
 def plain_backward(
@@ -98,20 +105,35 @@ def plain_backward(
     bias_grad: torch.dtype | None,
     scales_grad: torch.dtype | None,
 ) -> VectorGradients:
-    """Writes dx and casts it; then fills the column codes of y, if `y` has them, by `forward`."""
-    groups = dx.cast_args.groups
-    needs_dx = dx.pair != (None, None) or (groups is not None and bias_grad is not None)
+    """Fills the column codes of y, if `y` has them, by `forward`; then writes dx and casts it."""
+    wants_dx = dx.pair != (None, None)
+    found, written = value(fn, dy, inputs, wants_dx, dx.cast_args.groups, y, bias_grad, scales_grad)
+    if written is not None:
+        fill(written, dx)
+    return found
+
+
+def value(
+    fn: Function,
+    dy: Tensor,
+    inputs: Inputs,
+    wants_dx: bool,
+    groups: Groups | None,
+    y: Target = NOTHING,
+    bias_grad: torch.dtype | None = None,
+    scales_grad: torch.dtype | None = None,
+) -> tuple[VectorGradients, Tensor | None]:
+    """Returns what `backward` does, and dx itself, whose codes are still to be filled."""
+    if y.pair[1] is not None:
+        forward(fn, inputs, y)
+    needs_dx = wants_dx or (groups is not None and bias_grad is not None)
     wanted = Wanted(needs_dx, scales_grad, bias_grad if groups is None else None)
     gradients = activation.backward(fn, dy, *inputs, wanted, _end(groups))
     db = gradients.bias
     if groups is not None and bias_grad is not None:
         assert gradients.x is not None
         db = grouped_gemm.column_sums_of(gradients.x, groups, bias_grad)
-    if gradients.x is not None:
-        _fill(gradients.x, dx)
-    if y.pair[1] is not None:
-        forward(fn, inputs, y)
-    return VectorGradients(db, gradients.scales)
+    return VectorGradients(db, gradients.scales), gradients.x
 
 
 def _end(groups: Groups | None) -> Tensor | None:
@@ -119,7 +141,7 @@ def _end(groups: Groups | None) -> Tensor | None:
     return None if groups is None else groups.start[-1:]
 
 
-def _fill(value: Tensor, target: Target) -> Tensor | None:
+def fill(value: Tensor, target: Target) -> Tensor | None:
     """Casts a value, and returns the one amax that its scale follows from, if there is one. Codes of groups may have
     more columns, which are zeros."""
     (row, column), cast_args = target

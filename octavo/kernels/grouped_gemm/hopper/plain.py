@@ -97,7 +97,8 @@ def plain_rows_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 DEPTH = 64  # depth of a tile in sixteen bits: 128 bytes, the most that one copy covers
-WIDE, NARROW = (256, 4), (128, 6)  # columns of a result tile, buffers
+# columns of a result tile, and the buffers that fit beside it: 16 KiB for rows of a and 32 or 16 KiB for b, each
+WIDE, NARROW = (256, 4), (128, 6)
 
 
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:

@@ -271,6 +271,8 @@ def rows_kernel(
 ):  # fmt: skip
     left, right = room_for_tiles(a, b)
     ready, empty = barriers()
+    # 384 threads begin with 168 registers each, 64,512 of the 65,536 that there are. The 128 threads of the loader, of
+    # which one warp works, give up 128 each, and the two warpgroups that multiply take 64 each, in all kernels here
     gl.warp_specialize(
         [
             (_multiply_rows, (0, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block,

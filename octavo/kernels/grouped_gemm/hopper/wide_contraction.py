@@ -28,5 +28,5 @@ def wide_depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, 
                           span)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 24],  # eight more than narrow tiles have, for four sums and the rows of dy; the loader does without
     )  # fmt: skip

@@ -57,7 +57,7 @@ def _turned_tile(
         high = gl.load(part + heads + pair + HALF, mask=live, other=0.0).to(gl.float32)
         cosine = gl.load(own + (t * D)[:, None] + pair, mask=live, other=0.0).to(gl.float32)
         sine = gl.load(other + (t * D)[:, None] + pair + HALF, mask=live, other=0.0).to(gl.float32)
-        of_low, of_high = gl.where(is_low[None, :], cosine, -sine), gl.where(is_low[None, :], sine, cosine)
+        of_low, of_high = gl.where(is_low[None, :], cosine, -1.0 * sine), gl.where(is_low[None, :], sine, cosine)
         x = gl.fma(low, of_low, high * of_high).to(dq.dtype.element_ty)
     else:
         x = gl.load(part + heads + channel[None, :], mask=live, other=0.0)
