@@ -201,7 +201,8 @@ class ChainLayer(Layer):
         outer, writes = writes, Writes() if writes is None else writes
         found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
         parts = [tuple(saved[span]) for span in config.saved_spans]
-        del saved
+        if isinstance(saved, list):  # otherwise the caller would keep what a step frees
+            saved.clear()
         for place in self.gradients_in_buffers(config).values():
             refuse_dgrad_out(buffers[place], grads)
         for step in config.back_steps:

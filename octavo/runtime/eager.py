@@ -321,9 +321,10 @@ def _backward_of(
     return _written(buffers, places, lambda: call_cache.run(decided, tensors, work)[1])
 
 
-def _taken(packed: Packing, tensors: list[Any]) -> tuple[Any, ...]:
-    """Return the fields that the list holds, and empty it."""
-    fields = tuple(packed.unpack(tensors))
+def _taken(packed: Packing, tensors: list[Any]) -> list[Any]:
+    """Return the fields that the list holds, and empty it. The layer may empty the fields in turn: where torch.compile
+    evaluates frames, a caller's stack keeps each argument until the call returns."""
+    fields = list(packed.unpack(tensors))
     tensors.clear()
     return fields
 

@@ -114,11 +114,10 @@ class NodeCall:
     def run_backward(self, mask: str, copies: bool, tensors: list[Tensor]) -> list[Tensor]:
         """Run backward, as it is written, on the tensors of `octavo::run_bwd`. The list is emptied, so that the layer
         can free what was saved."""
-        parts, buffers = list(self.split(tensors, mask)), self.buffers_of(tensors)
+        (saved, dys), buffers = self.split(tensors, mask), self.buffers_of(tensors)
         copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
         tensors.clear()
-        dys = parts.pop()
-        found = self.returned(self.layer.backward(self.config, parts.pop(), buffers, dys))
+        found = self.returned(self.layer.backward(self.config, saved, buffers, dys))
         return [*found, *[t.clone() for t in copied]]
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
@@ -138,10 +137,10 @@ class NodeCall:
         """The tensors of `octavo::run_bwd` that it may write to."""
         return tuple(tensors if self.fills else tensors[: self.written])
 
-    def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
         """Split the tensors after the buffers: those that `save` chose, and a gradient for each output."""
         rest, kept = tensors[self.written :], packing(mask)
-        return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
+        return list(kept.unpack(rest)), tuple(rest[kept.count :])
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
