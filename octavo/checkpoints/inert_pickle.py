@@ -6,8 +6,10 @@ nothing. It reads what `pickle.dumps` writes, and the files of `torch.save`, whi
 """
 
 import io
+import math
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pickle import Unpickler, UnpicklingError
 from typing import Any
 
@@ -48,10 +50,28 @@ class Inert:
         """Take items of a pickled list."""
 
 
+class _Known:
+    """Stand for a function that a pickle may call. A function itself has attributes, which a pickle could set."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnpicklingError(f"it sets {name} of a function")
+
+
 def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Any:
     """Build a tensor, as `torch._utils._rebuild_tensor_v2` does."""
     if not isinstance(storage, Tensor):
         return Inert()
+    if math.prod(size) > MOST_BYTES:  # a stride of 0 makes any number of elements out of one
+        raise ValueError(f"a tensor of {tuple(size)}")
     return torch.as_strided(storage, size, stride, offset).clone()
 
 
@@ -62,8 +82,8 @@ def _storage(content: bytes) -> Any:
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch._utils", "_rebuild_tensor_v2"): _Known(_tensor),
+    ("torch.storage", "_load_from_bytes"): _Known(_storage),
     ("collections", "OrderedDict"): OrderedDict,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
 }

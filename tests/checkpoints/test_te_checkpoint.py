@@ -212,6 +212,20 @@ def test_nothing_of_a_state_is_executed(tmp_path):
     assert not hasattr(octavo, "exploded")
 
 
+def test_a_pickle_cannot_change_the_functions_that_read_it():
+    name = b"X\x0c\x00\x00\x00__defaults__"
+    state = b"N}" + name + b"K\x01s\x86"  # (None, {"__defaults__": 1}), which BUILD sets as attributes
+    with pytest.raises(ValueError, match="sets __defaults__ of a function"):
+        read(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + state + b"b.")
+
+
+def test_a_tensor_of_one_element_and_many_names_is_refused():
+    content = io.BytesIO()
+    torch.save(torch.ones(1).expand(1 << 40), content)
+    with pytest.raises(ValueError, match="a tensor of"):
+        read(content.getvalue())
+
+
 @pytest.mark.parametrize("content", [b"not a pickle", pickle.dumps({"scale_fwd": torch.ones(3)})[:-40], b"\x80\x04."])
 def test_a_damaged_state_is_refused_before_anything_is_written(content):
     state, _ = saved()
