@@ -43,7 +43,9 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
             stored.refresh(module, stored.recipe, column=False, observe=observe)
 
 
-def quantize_weights(model: nn.Module, trainable: bool = False, keep_columns: bool = False) -> None:
+def quantize_weights(
+    model: nn.Module, trainable: bool = False, keep_columns: bool = False, preserve_high_precision: bool = False
+) -> None:
     """Keep the weights of a model only as codes, to save memory: a byte a weight in FP8, and the scales.
 
     It changes every Octavo layer whose own recipe quantizes. The new parameters read as the dequantized values, and
@@ -60,11 +62,14 @@ def quantize_weights(model: nn.Module, trainable: bool = False, keep_columns: bo
             backward makes them where that is a transpose of bytes (fp8-delayed, fp8-current, fp8-block, nvfp4), in
             memory that it frees. Where it is not (fp8-rowwise, mxfp8), backward multiplies dy by the values of the
             codes, without a cast of dy: the weight is rounded once, and dx takes the time of a GEMM in bf16.
+        preserve_high_precision: keep the present values on the host, as `weight.high_precision_init`, until the first
+            step of `octavo.optim.AdamW`, whose master copy then begins with them: training goes on as if the weights
+            had stayed. Without it the master copy begins with the values of the codes. For `trainable=True` only.
 
     Raises:
         UnsupportedDtype: `model` is no module.
-        UnsupportedConfig: no layer's own recipe quantizes, or a weight is shared by several layers, sharded or
-            parametrized. The model is then unchanged.
+        UnsupportedConfig: no layer's own recipe quantizes; a weight is shared by several layers, sharded or
+            parametrized; or values are to be preserved for an optimizer of frozen weights. The model is then unchanged.
 
     Example:
         >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-block"))
@@ -75,6 +80,11 @@ def quantize_weights(model: nn.Module, trainable: bool = False, keep_columns: bo
         )
     """
     check_model(model, "quantize_weights")
+    if preserve_high_precision and not trainable:
+        raise UnsupportedConfig(
+            "quantize_weights(preserve_high_precision=True) keeps values for an optimizer, and trainable=False has "
+            "none. Write trainable=True, or leave preserve_high_precision out."
+        )
     quantized = [
         (path, module)
         for path, module in layers(model)
@@ -90,7 +100,7 @@ def quantize_weights(model: nn.Module, trainable: bool = False, keep_columns: bo
         for weight in module._weight_parts():
             _refuse_tied(path, names[id(weight)])
     for _, module in quantized:
-        module._hold_codes(trainable, keep_columns)
+        module._hold_codes(trainable, keep_columns, preserve_high_precision)
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:

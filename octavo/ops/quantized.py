@@ -431,9 +431,14 @@ class Quantized(RecipeState):
         self._refuse_parametrized("A weight that is codes")
         refuse_shards(self._weight_parts(), "A weight that is codes")
 
-    def _hold_codes(self, trainable: bool = False, keep_columns: bool = False) -> None:
-        """Keep the weight only as codes of this layer's recipe."""
+    def _hold_codes(self, trainable: bool = False, keep_columns: bool = False, keep_initial: bool = False) -> None:
+        """Keep the weight only as codes of this layer's recipe. With `keep_initial` the present values stay on the
+        host, for an optimizer's master copy."""
+        keeps = keep_initial and not self._weight_parts()[0].is_meta
+        values = [part.detach().to("cpu", copy=True) for part in self._weight_parts()] if keeps else []
         self._codes.hold(self, trainable, keep_columns)
+        for part, initial in zip(self._weight_parts(), values, strict=False):
+            part.high_precision_init = initial  # type: ignore[attr-defined]
 
     def _release_codes(self) -> None:
         """Replace codes by a weight with the dequantized values."""

@@ -78,6 +78,10 @@ class RecipeState(FusibleOperation, nn.Module):
         """Return the parameters that form the weight; a parametrized one is computed."""
         return [getattr(self, name) for name in self._names_of_weights()]
 
+    def _hold_codes(self, trainable: bool, keep_columns: bool, keep_initial: bool) -> None:
+        """Keep the weight only as codes of this module's recipe."""
+        raise NotImplementedError
+
     def op_describe(self) -> str:
         """Return the class, the sizes and the path of this layer, as errors name it."""
         raise NotImplementedError
@@ -124,12 +128,7 @@ class RecipeState(FusibleOperation, nn.Module):
             self.recipe = block.recipe  # type: ignore[assignment]
         if self._recipe is None or self._recipe.linear().fprop.right is None:
             return  # the layer's own recipe quantizes no weight
-        weights = self._weight_parts()
-        keeps = block.preserve_high_precision and not weights[0].is_meta
-        values = [weight.detach().to("cpu", copy=True) for weight in weights] if keeps else []
-        self._codes.hold(self, trainable=True, keep_columns=block.keep_columns)
-        for weight, initial in zip(self._weight_parts(), values, strict=False):
-            weight.high_precision_init = initial  # type: ignore[attr-defined]
+        self._hold_codes(True, block.keep_columns, block.preserve_high_precision)
 
     def _tear_down(self) -> None:
         """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""

@@ -203,6 +203,26 @@ def test_the_first_step_takes_the_initial_values_that_were_preserved(recipe):
     assert not hasattr(layer.weight, "high_precision_init")
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "fp8-block(scale='fp32')", "nvfp4"])
+def test_a_model_quantized_with_its_values_preserved_trains_as_one_that_casts(recipe):
+    """Scales of the weight follow from the weight alone here, and codes of wᵀ from those of w."""
+    torch.manual_seed(0)
+    casts = octavo.Linear(48, 40, bias=False, recipe=recipe)
+    codes = copy.deepcopy(casts)
+    octavo.quantize_weights(codes, trainable=True, preserve_high_precision=True)
+    optimizer = octavo.optim.AdamW(codes.parameters(), lr=3e-3)
+    train(codes, optimizer)
+    train(casts, torch.optim.AdamW(casts.parameters(), lr=3e-3, foreach=False))
+    assert torch.equal(optimizer.state[codes.weight]["master"], casts.weight)
+
+
+def test_values_are_preserved_for_an_optimizer_only():
+    layer = octavo.Linear(48, 40, recipe="fp8-block")
+    with pytest.raises(UnsupportedConfig, match="trainable=True"):
+        octavo.quantize_weights(layer, preserve_high_precision=True)
+    assert type(layer.weight) is nn.Parameter
+
+
 def load(layer, values):
     layer.load_state_dict({"weight": values})
 
