@@ -8,8 +8,9 @@ The files are in benchmarks/results, and come from
     octavo bench model --brief --no-peers --json model-memory-h200.json
     python3 -m benchmarks.llama_8b --json llama-8b-h200.json
 
-The first two tables are for "Memory of a step" in docs/benchmarks.md, without and with an optimizer, the third for
-"A whole model" there, the fourth for "An 8B model on one GPU", the row after them for the table of the README.
+The first two tables are for "Memory of a step" in docs/benchmarks-experts.md, without and with an
+optimizer, the third for "A whole model" in docs/benchmarks.md, the fourth for "An 8B model on one GPU" there, the row
+after them for the table of the README.
 """
 
 import json
@@ -72,7 +73,7 @@ def of_the_readme(report: dict[str, Any]) -> list[str]:
     return [
         row(
             [
-                "[peak of a step](docs/benchmarks.md#memory-of-a-step) of that mixture, MiB",
+                "[peak of a step](docs/benchmarks-experts.md#memory-of-a-step) of that mixture, MiB",
                 bf16,
                 delayed,
                 "–",

@@ -7,7 +7,21 @@ import pytest
 
 import octavo
 from benchmarks import picture
-from tests.support.figures import BENCHMARKS, LOG, README, cases, kept, keyed, results, section, shapes, tables
+from tests.support.figures import (
+    BENCHMARKS,
+    EXPERTS,
+    HOST,
+    LOG,
+    LOSS,
+    README,
+    cases,
+    kept,
+    keyed,
+    results,
+    section,
+    shapes,
+    tables,
+)
 
 LAYER = [8192, 4096, 14336]
 LINEAR, MLP, GROUPED = "linear-refactored-h200", "mlp-refactored-h200", "grouped-refactored-h200"
@@ -179,21 +193,21 @@ def test_the_summary_of_the_benchmarks():
 
 
 @pytest.mark.parametrize(
-    ("heading", "file"),
+    ("page", "heading", "file"),
     [
-        ("## One linear layer", LINEAR),
-        ("### Beside torchao", "linear-slow-host-h200"),
-        ("## Layers of experts", GROUPED),
+        (BENCHMARKS, "## One linear layer", LINEAR),
+        (BENCHMARKS, "### Beside torchao", "linear-slow-host-h200"),
+        (EXPERTS, "## Layers of experts", GROUPED),
     ],
 )
-def test_tables_of_eager_and_graph_times(heading, file):
+def test_tables_of_eager_and_graph_times(page, heading, file):
     named = {
         "torch's grouped_mm, bf16": "grouped_mm bf16",
         "torchao tensorwise, compiled": "torchao tensorwise compiled",
     }
     named["torchao rowwise, compiled"] = "torchao rowwise compiled"
-    rows = tables(BENCHMARKS, heading)[0][1:]
-    assert f"{file}.json" in section(BENCHMARKS, heading) and len(rows) > 5
+    rows = tables(page, heading)[0][1:]
+    assert f"{file}.json" in section(page, heading) and len(rows) > 5
     for label, *cells in rows:
         case = label.replace("`", "").removesuffix(" (emulated)")
         case = named.get(case, case)
@@ -235,11 +249,11 @@ def test_the_table_of_the_mlp():
 
 def test_the_tables_of_a_mixture():
     heading = "## A mixture of experts"
-    (_, *times), (_, *spent) = tables(BENCHMARKS, heading)[:2]
+    (_, *times), (_, *spent) = tables(EXPERTS, heading)[:2]
     ((_, *memory),) = tables(LOG, heading)
     entries = results(MOE)["shapes"]
     assert times.pop() == ["FP8 floor", *(f"{e['floor_ms']['fp8']:.3f}" for e in entries)]
-    assert len(times) == len(memory) == 9 and f"{MOE}.json" in section(BENCHMARKS, heading)
+    assert len(times) == len(memory) == 9 and f"{MOE}.json" in section(EXPERTS, heading)
 
     def named(label):
         return {"torch, bf16, compiled": "grouped_mm bf16, compiled"}.get(label, label.replace("`", ""))
@@ -262,7 +276,7 @@ def test_the_tables_of_grouped_gemms():
         (tuple(e["shape"]), row["recipe"], row["gemm"]): row for e in results(GEMMS)["shapes"] for row in e["results"]
     }
     parts = ("fprop", "dgrad", "wgrad")
-    _, (_, *rates), (_, *spread) = tables(BENCHMARKS, "## Layers of experts")[:3]
+    _, (_, *rates), (_, *spread) = tables(EXPERTS, "## Layers of experts")[:3]
     layers = [tuple(e["shape"]) for e in results(GROUPED)["shapes"]]
     for name, cells in keyed(rates).items():
         want = [", ".join(f"{found[each, name, part]['tflops']:.0f}" for each in layers) for part in parts]
@@ -274,9 +288,9 @@ def test_the_tables_of_grouped_gemms():
 
 
 def test_the_table_of_moving_tokens():
-    (_, *rows), entries = tables(BENCHMARKS, "### Moving tokens")[0], results(PERMUTE)["shapes"]
+    (_, *rows), entries = tables(EXPERTS, "### Moving tokens")[0], results(PERMUTE)["shapes"]
     assert len(rows) == 8
-    assert f"{results(PERMUTE)['copy']['gb_per_s'] / 1000:.2f} TB/s" in section(BENCHMARKS, "### Moving tokens")
+    assert f"{results(PERMUTE)['copy']['gb_per_s'] / 1000:.2f} TB/s" in section(EXPERTS, "### Moving tokens")
     for label, *cells in rows:
         share = "of_copy" if label.startswith("cast") else "of_copy_once"
         found = [cases(e["results"])[label] for e in entries]
@@ -284,7 +298,7 @@ def test_the_table_of_moving_tokens():
 
 
 def test_the_table_of_few_tokens():
-    rows = tables(BENCHMARKS, "### Few tokens for each expert")[0][1:]
+    rows = tables(EXPERTS, "### Few tokens for each expert")[0][1:]
     found = [*shapes("grouped-crossover-h200"), shapes(GROUPED)[1]]
     for (_, *cells), case in zip(rows, ("fp8-delayed", "fp8-delayed, cached"), strict=True):
         assert cells == [f"{each[case]['graph_of_bf16']:.2f}" for each in found], case
@@ -306,7 +320,7 @@ def test_the_spread_of_runs_on_file():
 
 def test_the_tables_of_the_output_of_fc1_in_fp8():
     found = results("fc1-storage-cpu")
-    (_, *losses), (_, *errors) = tables(BENCHMARKS, "### Experts with the output of fc1 in FP8")
+    (_, *losses), (_, *errors) = tables(LOSS, "### Experts with the output of fc1 in FP8")
     gaps = [[], *found["gaps_percent"].values()]
     for row, loss, gap in zip(losses, found["losses"].values(), gaps, strict=True):
         assert row[2:] == [" ".join(f"{x:.4f}" for x in loss), " ".join(f"{x:+.2f}" for x in gap)]
@@ -342,7 +356,7 @@ def test_the_table_of_emulated_formats():
 
 def test_the_table_of_whole_mixtures():
     found = [{row["case"]: row for row in shape["results"]} for shape in results(MOE)["shapes"]]
-    for label, *cells in tables(BENCHMARKS, "### `octavo.MoE`")[0][1:]:
+    for label, *cells in tables(EXPERTS, "### `octavo.MoE`")[0][1:]:
         case = label.replace("`", "").replace("MoE,", "MoE")
         case = "grouped_mm bf16, compiled" if case.startswith("torch") else case
         want = [f"{s[case]['ms']:.3f}, {s[case]['tokens_per_s'] / 1e3:.0f} k, {kept(s[case])}" for s in found]
@@ -350,17 +364,17 @@ def test_the_table_of_whole_mixtures():
 
 
 def test_the_table_of_mixtral():
-    rows = tables(BENCHMARKS, "### A converted Mixtral")[0][1:]
+    rows = tables(EXPERTS, "### A converted Mixtral")[0][1:]
     for cells, row in zip(rows, results("mixtral-h200")["results"], strict=True):
         assert cells[1:] == [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}", f"{row['ms']:.1f}"]
         assert row["recipe"].split(",")[0] in cells[0].replace("transformers, bf16", "bf16")
-    assert f"transformers {results('mixtral-h200')['transformers']}" in section(BENCHMARKS, "### A converted Mixtral")
+    assert f"transformers {results('mixtral-h200')['transformers']}" in section(EXPERTS, "### A converted Mixtral")
 
 
 def test_the_table_of_the_host():
     names = {"one tiny layer": "layer", "of a stack of sixteen": "of a stack", "8192 × 4096→4096": "at size"}
     subjects = results("host-h200")["subjects"]
-    for label, *cells in tables(BENCHMARKS, "## Host time")[0][1:]:
+    for label, *cells in tables(HOST, "## Host time")[0][1:]:
         subject, case = label.replace("`", "").split(": ")
         case = f"octavo {case}" if case.startswith("fp8") else case
         for mode, cell in zip(("eager", "compiled"), cells, strict=True):
@@ -370,7 +384,7 @@ def test_the_table_of_the_host():
         for mode in ("eager", "compiled")
     }
     added = [round(octavo) - round(stock) for octavo, stock in (over["compiled"], over["eager"])]
-    text = " ".join(section(BENCHMARKS, "## Host time").split())
+    text = " ".join(section(HOST, "## Host time").split())
     assert f"fp8-delayed adds {added[0]} µs to a tiny `nn.Linear`, and eager {added[1]}" in text
     graph = [round(compiled) - round(eager) for compiled, eager in zip(over["compiled"], over["eager"], strict=True)]
     assert f"by {graph[1]} µs for `nn.Linear`, and by {graph[0]} for fp8-delayed" in text
@@ -441,7 +455,7 @@ def test_the_table_of_inspects_cost():
 def test_the_tables_of_nvfp4s_gap():
     found = {row["candidate"]: row for row in results("nvfp4-gap-h200")["results"]}
     by_means = {f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}": name for name, row in found.items()}
-    shown = tables(BENCHMARKS, "### What costs NVFP4 its gap")[0][1:]
+    shown = tables(LOSS, "### What costs NVFP4 its gap")[0][1:]
     rows = {" ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]): row for row in found.values()}
     for _, gaps, mean, stdev in shown:
         assert (mean, stdev) == (f"{rows[gaps]['mean_percent']:+.2f}", f"{rows[gaps]['stdev_percent']:.2f}")
@@ -452,7 +466,7 @@ def test_the_tables_of_nvfp4s_gap():
     for _, gpt, mixture in tables(CHOOSING, heading)[0][1:]:
         row = of_mixtures[by_means[gpt]]
         assert mixture == f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}" and row["mean_percent"] < 1.5
-    shown = tables(BENCHMARKS, "### A mixture of experts")[1][1:]
+    shown = tables(LOSS, "### A mixture of experts")[1][1:]
     rows |= {" ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]): row for row in of_mixtures.values()}
     for _, gaps, mean, stdev in shown:
         assert (mean, stdev) == (f"{rows[gaps]['mean_percent']:+.2f}", f"{rows[gaps]['stdev_percent']:.2f}")

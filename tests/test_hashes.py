@@ -92,7 +92,7 @@ def test_every_recipe_is_in_a_case():
 
 
 def rules_in_the_docs() -> set[str]:
-    text = (Path(octavo.__file__).parent.parent / "docs" / "fusing.md").read_text()
+    text = (Path(octavo.__file__).parent.parent / "docs" / "fusion-rules.md").read_text()
     return set(re.findall(r"^\| `([a-z-]+)` \| (?:forward|backward|both) \|", text, re.M))
 
 

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks import memory_tables
-from tests.support.figures import BENCHMARKS, README, cases, results, section, shapes, tables
+from tests.support.figures import BENCHMARKS, EXPERTS, README, cases, results, section, shapes, tables
 
 MOE_MEMORY, MODEL_MEMORY = "moe-memory-h200", "model-memory-h200"
 
@@ -31,10 +31,10 @@ def table_of(lines):
 
 def test_the_tables_of_the_memory_of_a_step():
     heading, report = "### Memory of a step", results(MOE_MEMORY)
-    steps, whole = tables(BENCHMARKS, heading)
+    steps, whole = tables(EXPERTS, heading)
     assert steps == table_of(memory_tables.of_mixtures(report, optimizer=False)) and len(steps) == 10
     assert whole == table_of(memory_tables.of_mixtures(report, optimizer=True)) and len(whole) == 8
-    text = " ".join(section(BENCHMARKS, heading).split())
+    text = " ".join(section(EXPERTS, heading).split())
     assert f"{MOE_MEMORY}.json" in text
     given = shares_of_bf16s_peak(lambda name: re.search("cached|codes", name))
     cast = shares_of_bf16s_peak(lambda name: not re.search("cached|codes", name))
@@ -74,7 +74,7 @@ def test_the_tables_of_an_8b_model():
 def test_the_table_of_experts_over_one_rank():
     names = {"all-to-all of values": "all-to-all, values", "all-to-all of codes": "all-to-all, auto"}
     found = [cases(entry["results"]) for entry in results("expert-parallel-h200")["shapes"]]
-    rows = tables(BENCHMARKS, "### Experts over ranks, with one rank")[0][1:]
+    rows = tables(EXPERTS, "### Experts over ranks, with one rank")[0][1:]
     assert len(rows) == 6
     for label, *shown in rows:
         case = label.replace("`", "")

@@ -119,7 +119,7 @@ def test_a_mixture_follows_bf16_in_a_short_run(recipe, limit):
         assert max(shares) < 0.4, shares  # no expert has taken over
 
 
-BEYOND = {"parity-moe-h200": {"nvfp4"}}  # recipes whose gap is larger than the limit, as docs/benchmarks.md says
+BEYOND = {"parity-moe-h200": {"nvfp4"}}  # recipes whose gap is larger than the limit, as docs/benchmarks-loss.md says
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

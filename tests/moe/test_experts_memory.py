@@ -12,7 +12,7 @@ from tests.support.processes import output_of
 
 # MiB beyond parameters and gradients that compiled bf16 peaks at on an H200 (benchmarks/results/moe-h200.json)
 BF16 = dict(zip(moe_bench.SHAPES, (1088, 960, 1067), strict=True))
-# of a step that is replayed, with weights that are codes, as on an H200 (docs/benchmarks.md, "Memory of a step")
+# of a replayed step with weights that are codes, as on an H200 (docs/benchmarks-experts.md, "Memory of a step")
 PEAKS = {"fp8-delayed": (368, 507, 672), "fp8-block": (378, 521, 636)}
 # steps that run as written hold what Python still names
 AS_WRITTEN = {"fp8-delayed": (369, 509, 674), "fp8-block": (378, 523, 638)}

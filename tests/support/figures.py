@@ -9,6 +9,7 @@ import octavo
 
 ROOT = Path(octavo.__file__).parents[1]
 README, BENCHMARKS, LOG = "README.md", "docs/benchmarks.md", "docs/benchmarks-log.md"
+EXPERTS, LOSS, HOST = "docs/benchmarks-experts.md", "docs/benchmarks-loss.md", "docs/benchmarks-host.md"
 
 
 @functools.cache
