@@ -101,5 +101,5 @@ warn_if_untried()
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the packages that Octavo consists of."""
+    """Return the public names, without the packages that Octavo consists of."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Chooses which implementation of a kernel runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs
+"""Choose which implementation of a kernel runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs
 from SM89 on). Both implement the same functions.
 
 The choice follows the tensor's device. The user can force it:
@@ -35,12 +35,12 @@ _lock = threading.Lock()
 
 
 def __dir__() -> list[str]:
-    """Returns the public names."""
+    """Return the public names."""
     return __all__
 
 
 class use:
-    """Forces one implementation of every kernel, from the call on or for a `with` block.
+    """Force one implementation of every kernel, from the call on or for a `with` block.
 
     Without a block the choice stays for the rest of the process. A block removes its own choice when it ends, whatever
     other threads chose meanwhile. The newest choice counts.
@@ -88,25 +88,25 @@ _WAY_OUT = "Run `octavo doctor` for every GEMM's state; octavo.backend.use('auto
 
 
 def refuse_emulation(reason: str) -> None:
-    """Raises under `use("strict")`: a GEMM that failed its probe is asked for."""
+    """Raise under `use("strict")`: a GEMM that failed its probe is asked for."""
     if forced() == "strict":
         raise UnsupportedHardware(f"{reason}. {_WAY_OUT}")
 
 
 def note_emulated(what: str, reason: str, device: torch.device) -> None:
-    """Notes that a GEMM failed its probe, and warns; raises under `use("strict")`."""
+    """Note that a GEMM failed its probe, and warn; raise under `use("strict")`."""
     refuse_emulation(reason)
     _emulated[what] = reason
     warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=3)
 
 
 def emulated() -> dict[str, str]:
-    """Returns the GEMMs of this process that the chip should run itself and that failed their probes, with reasons."""
+    """Return the GEMMs of this process that the chip should run itself and that failed their probes, with reasons."""
     return dict(_emulated)
 
 
 def forced() -> str:
-    """Returns the implementation that `use` forces at this moment.
+    """Return the implementation that `use` forces at this moment.
 
     Returns:
         The argument of the newest `use` in force; "auto" without one.
@@ -119,8 +119,8 @@ def forced() -> str:
 
 
 def check_on_device(rule: Callable[[], Tensor], message: str) -> None:
-    """Under `use("checked")`, has the device assert that `rule()`, a bool tensor of one element, is True. The host does
-    not wait. CUDA prints up to 255 characters of the message."""
+    """Have the device assert that `rule()`, a bool tensor of one element, is True, under `use("checked")`. The host
+    does not wait. CUDA prints up to 255 characters of the message."""
     if forced() == "checked":
         assert_async(rule(), message)
 
@@ -149,7 +149,7 @@ def unsupported_by_triton(device: torch.device) -> UnsupportedReason | None:
 
 
 def choose(device: torch.device) -> str:
-    """Returns the implementation that runs for tensors on a device.
+    """Return the implementation that runs for tensors on a device.
 
     Args:
         device: a CPU, CUDA or meta device.
@@ -183,7 +183,7 @@ def choose(device: torch.device) -> str:
 
 
 def implementation(package: str, like: Tensor) -> ModuleType:
-    """Returns the module of `package` that runs for tensors like this one. Imports Triton only if it is used."""
+    """Return the module of `package` that runs for tensors like this one. Import Triton only if it is used."""
     return _implementation(package, like.device, _forces[-1].name if _forces else "auto")
 
 

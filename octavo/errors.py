@@ -33,7 +33,7 @@ log.addHandler(logging.NullHandler())  # without it Python prints warnings of a 
 
 
 def __dir__() -> list[str]:
-    """Returns the public names."""
+    """Return the public names."""
     return __all__
 
 
@@ -165,7 +165,7 @@ class InvalidCheckpoint(Unsupported, ValueError):
 
 
 def warn(message: str, stacklevel: int = 2) -> None:
-    """Warns as `warnings.warn` does, and says the same to the logger "octavo". A graph could not hold the logger."""
+    """Warn as `warnings.warn` does, and say the same to the logger "octavo". A graph could not hold the logger."""
     message = printable(message)
     warnings.warn(message, stacklevel=stacklevel + 1)
     if not torch.compiler.is_compiling():
@@ -173,7 +173,7 @@ def warn(message: str, stacklevel: int = 2) -> None:
 
 
 def warn_caller(message: str) -> None:
-    """Warns at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
+    """Warn at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
         frame, level = frame.f_back, level + 1
@@ -181,7 +181,7 @@ def warn_caller(message: str) -> None:
 
 
 def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> None:
-    """Raises for a setting outside `allowed`, with that list in the message."""
+    """Raise for a setting outside `allowed`, with that list in the message."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         texts = [choice for choice in allowed if isinstance(choice, str)]
         hint = nearest(value, texts) if isinstance(value, str) else ""
@@ -191,7 +191,7 @@ def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> No
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Returns " Did you mean 'x'?" for a word that may be a misspelt name; "" if no name is like it."""
+    """Return " Did you mean 'x'?" for a word that may be a misspelt name; "" if no name is like it."""
     wanted, known = _letters(word), {name: _letters(name) for name in names}
     alike = [name for name, letters in known.items() if letters == wanted]
     alike = alike or [name for name, letters in known.items() if wanted and letters.startswith(wanted)]
@@ -207,29 +207,29 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def _letters(text: str) -> str:
-    """Returns only the letters and digits, in lower case, so that spellings of a name compare equal."""
+    """Return only the letters and digits, in lower case, so that spellings of a name compare equal."""
     return "".join([c for c in text.lower() if c.isalnum()])
 
 
 def check_not_negative(value: object, *, what: str) -> None:
-    """Raises for anything but a float of at least 0 that float32 holds."""
+    """Raise for anything but a float of at least 0 that float32 holds."""
     if type(value) is not float or not 0.0 <= value < 3.4e38:
         raise UnsupportedConfig(f"{what} must be a number from 0 up to 3.4e38, got {value!r}.")
 
 
 def check_factor(value: object, *, what: str) -> None:
-    """Raises for anything but a number of at least 0 that float32 holds. A graph may have a symbol for it."""
+    """Raise for anything but a number of at least 0 that float32 holds. A graph may have a symbol for it."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(value, bool) or not isinstance(value, numbers) or not 0 <= value < 3.4e38:  # type: ignore[operator]
         raise UnsupportedConfig(f"{what} must be a finite number from 0 up, got {value!r}. Pass a Python number.")
 
 
 def check_whole(value: object, *, what: str, least: int = 1) -> None:
-    """Raises for anything but a whole number of at least `least`."""
+    """Raise for anything but a whole number of at least `least`."""
     if not is_whole(value) or value < least:  # type: ignore[operator]
         raise UnsupportedConfig(f"{what} must be a whole number from {least} up, got {value!r}. Pass an int.")
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number: an int, numpy's too, or the symbol that a graph has for one."""
+    """Return whether a value is a whole number: an int, numpy's too, or the symbol that a graph has for one."""
     return not isinstance(value, (bool, torch.Tensor)) and (isinstance(value, int) or hasattr(value, "__index__"))

@@ -74,7 +74,7 @@ class Format:
         return self.name
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the code nearest to each element, without a scale.
+        """Return the code nearest to each element, without a scale.
 
         Ties go to the even code, and a finite value beyond `max` becomes ±max. E8M0 rounds |x| up to a power of two.
 
@@ -102,7 +102,7 @@ class Format:
         return _ENCODERS[self.name](x.float())
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the exact value of each code.
+        """Return the exact value of each code.
 
         Args:
             codes: codes in the format's own dtype, or the same bytes as uint8. E2M1 takes one code in each byte: call
@@ -166,7 +166,7 @@ def _decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def _encode_e8m0(x: Tensor) -> Tensor:
-    """Encodes the smallest power of two that is not below |x| (2^-127 for 0); NaN if |x| is Inf."""
+    """Encode the smallest power of two that is not below |x| (2^-127 for 0); NaN if |x| is Inf."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # exponent 0 holds float32's subnormals, where 2^-127 is the mantissa 0x400000
@@ -196,12 +196,12 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def format_named(text: str, among: Iterable[Format] = FORMATS.values()) -> Format | None:
-    """Returns the format that a string such as "e4m3", or the name of a dtype, means; None if there is none."""
+    """Return the format that a string such as "e4m3", or the name of a dtype, means; None if there is none."""
     return next((fmt for fmt in among if fmt.name.lower() in text.lower()), None)
 
 
 def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None:
-    """Raises for a format outside `allowed`. The `validate` method of a recipe or quantizer calls it.
+    """Raise for a format outside `allowed`. The `validate` method of a recipe or quantizer calls it.
 
     Args:
         fmt: the setting to check.
@@ -232,7 +232,7 @@ def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Packs four-bit codes into bytes, two codes in each.
+    """Pack four-bit codes into bytes, two codes in each.
 
     Args:
         codes: uint8 [..., K] with K even, one code from 0 to 15 in each byte.
@@ -257,7 +257,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Unpacks bytes into the two four-bit codes that each of them holds.
+    """Unpack bytes into the two four-bit codes that each of them holds.
 
     Args:
         packed: uint8 [..., K/2], such as the codes of an NVFP4 QTensor.

@@ -9,7 +9,7 @@ from octavo.errors import UnsupportedConfig
 
 
 def span(t: Tensor) -> tuple[int, int]:
-    """Returns the first address of a tensor's elements and the address after the last."""
+    """Return the first address of a tensor's elements and the address after the last."""
     first = t.data_ptr()  # 0 for a tensor without elements
     if t.is_contiguous():
         return first, first + t.nbytes
@@ -18,7 +18,7 @@ def span(t: Tensor) -> tuple[int, int]:
 
 
 def overlaps_itself(t: Tensor) -> bool:
-    """Whether two elements of a tensor may lie in one place, as those of an expanded one do."""
+    """Return whether two elements of a tensor may lie in one place, as those of an expanded one do."""
     if t.is_contiguous():
         return False
     reach = 0  # the place of the last element in the dims of smaller steps
@@ -30,25 +30,25 @@ def overlaps_itself(t: Tensor) -> bool:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of two tensors overlap, so that they may share memory."""
+    """Return whether the spans of two tensors overlap, so that they may share memory."""
     first, end = span(a)
     other, other_end = span(b)
     return first < other_end and other < end
 
 
 def refuse_shared_memory(name: str, what: str) -> NoReturn:
-    """Raises the error for a caller's buffer of this name that overlaps a tensor that is still needed."""
+    """Raise the error for a caller's buffer of this name that overlaps a tensor that is still needed."""
     raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
 
 
 def refuse_dgrad_out(dgrad_out: Tensor, dys: Sequence[Tensor | None]) -> None:
-    """Raises if a buffer for dx overlaps a gradient that arrives."""
+    """Raise if a buffer for dx overlaps a gradient that arrives."""
     if any([dy is not None and overlap(dgrad_out, dy) for dy in dys]):
         refuse_shared_memory("dgrad_out", "dy, which this layer and others may still have to read")
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one view of contiguous tensors of one shape that follow each other in one allocation, joined along the
+    """Return one view of contiguous tensors of one shape that follow each other in one allocation, joined along the
     first dim; None if they do not."""
     first = parts[0]
     step, storage = first.nbytes, first.untyped_storage()

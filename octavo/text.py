@@ -10,7 +10,7 @@ SHOWN = 5  # the most names that a text lists
 
 
 def printable(text: str) -> str:
-    """Returns the text with its control characters escaped, but for line breaks: a name, of a layer or a file, may hold
+    """Return the text with its control characters escaped, but for line breaks: a name, of a layer or a file, may hold
     codes that a terminal obeys, or that turn the direction of text."""
     if text.isprintable():
         return text
@@ -22,7 +22,7 @@ def _is_visible(character: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Returns the text with all control characters escaped."""
+    """Return the text with all control characters escaped."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -31,12 +31,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def path_pattern(path: str) -> str:
-    """Returns the path with a star for each number."""
+    """Return the path with a star for each number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def path_names(paths: Iterable[str], among: Iterable[str] | None = None) -> str:
-    """Lists paths; those that differ only in their numbers become one, with stars where they differ. If `among` has
+    """List paths; those that differ only in their numbers become one, with stars where they differ. If `among` has
     further paths of that kind, the numbers are named: layers.{0,4-7}.mlp."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
@@ -54,7 +54,7 @@ def _with_stars(paths: Sequence[str]) -> str:
 
 
 def _with_numbers(paths: Sequence[str]) -> list[str]:
-    """Writes paths as one with sets of numbers; as they are if the sets would name other paths too."""
+    """Write paths as one with sets of numbers; as they are if the sets would name other paths too."""
     parts = [list(dict.fromkeys(same)) for same in zip(*[path.split(".") for path in paths], strict=True)]
     if len(set(paths)) != prod(len(part) for part in parts):
         return list(paths)
@@ -72,18 +72,18 @@ def _ranges(numbers: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """Lists the first `most` names, and counts the others."""
+    """List the first `most` names, and count the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines, each column as wide as its widest cell."""
+    """Return the rows as lines, each column as wide as its widest cell."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table: columns padded to their widest cell, two spaces apart, a rule under the header."""
+    """Return a table: columns padded to their widest cell, two spaces apart, a rule under the header."""
     rule = ["-" * max(len(one_line(row[i])) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join(columns([header, rule, *rows]))

@@ -142,7 +142,7 @@ class Value:
 
 @dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(dataclasses.field,))
 def register(name: str) -> Callable[[T], T]:
-    """Registers a subclass of `Value` under a name, and makes it a frozen dataclass.
+    """Register a subclass of `Value` under a name, and make it a frozen dataclass.
 
     Recipes, quantizers and configs of operations need a name, because graphs, caches and logs store them as strings. A
     class that has no name of its own cannot be constructed.
@@ -189,7 +189,7 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def parse(text: str) -> Any:
-    """Returns the value that a string describes.
+    """Return the value that a string describes.
 
     `octavo.recipe` does the same for recipes alone.
 
@@ -230,7 +230,7 @@ def _parse(text: str) -> Any:
 
 
 def _with_quotes(text: str) -> str | None:
-    """Returns `text` with quotes around bare words, if that can be parsed; else None."""
+    """Return `text` with quotes around bare words, if that can be parsed; else None."""
     for known in (_BY_NAME, ()):  # first leaves registered names unquoted, then quotes them too
 
         def quoted(found: re.Match[str], known: Any = known) -> str:
@@ -248,12 +248,12 @@ def _with_quotes(text: str) -> str | None:
 
 
 def excerpt(text: str) -> str:
-    """Returns the text as an error quotes it: only the beginning of a long one."""
+    """Return the text as an error quotes it: only the beginning of a long one."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def names(kind: type[Value]) -> tuple[str, ...]:
-    """Returns the registered names of one kind of value, in order of registration.
+    """Return the registered names of one kind of value, in order of registration.
 
     Args:
         kind: the base class, such as `octavo.recipes.Recipe` or `octavo.quant.Quantizer`.
@@ -269,7 +269,7 @@ def names(kind: type[Value]) -> tuple[str, ...]:
 
 
 def _fields(value: Value | type[Value]) -> list[Field[Any]]:
-    """Returns the fields in the order of the constructor: those that it takes by name alone come last."""
+    """Return the fields in the order of the constructor: those that it takes by name alone come last."""
     return sorted(fields(value), key=lambda field: field.kw_only is True)  # type: ignore[arg-type]
 
 
@@ -304,12 +304,12 @@ def _format_item(item: object, where: str, depth: int = 2) -> str:
 
 def written(item: object, where: str) -> str:
     """Return a value of a setting as canonical strings have it, which `parse` reads back; `where` names it in errors.
-    Raises UnsupportedConfig if a setting cannot hold it."""
+    Raise UnsupportedConfig if a setting cannot hold it."""
     return _format_item(item, where)
 
 
 def _check_digits(number: int, where: str) -> None:
-    """Raises for an int that is too long to print; Python itself raises beyond some thousand digits."""
+    """Raise for an int that is too long to print; Python itself raises beyond some thousand digits."""
     if not -(10 ** (DIGITS - 1)) < number < 10**DIGITS:
         raise UnsupportedConfig(
             f"{where} is an int of at most {DIGITS} characters, got a longer one. Use a smaller one."
@@ -317,7 +317,7 @@ def _check_digits(number: int, where: str) -> None:
 
 
 def _check_depth(text: str) -> None:
-    """Raises for deep nesting before a recursive parser reads it."""
+    """Raise for deep nesting before a recursive parser reads it."""
     if text.count("(") <= DEEPEST:
         return
     depth = 0
@@ -328,7 +328,7 @@ def _check_depth(text: str) -> None:
 
 
 def _skip(text: str, at: int) -> int:
-    """Returns the position of the next character that is not a space."""
+    """Return the position of the next character that is not a space."""
     space = _SPACE.match(text, at)
     assert space is not None
     return space.end()
@@ -339,7 +339,7 @@ def _rest(text: str, at: int) -> str:
 
 
 def _parse_value(text: str, at: int, whole: str) -> tuple[Any, int]:
-    """Returns the value that begins at a position of `text`, and the position after it. Errors quote `whole`."""
+    """Return the value that begins at a position of `text`, and the position after it. Errors quote `whole`."""
     if text.startswith("(", at):
         return _parse_tuple(text, at + 1, whole)
     if literal := _LITERAL.match(text, at):
@@ -377,7 +377,7 @@ def _parse_tuple(text: str, at: int, whole: str) -> tuple[tuple[Any, ...], int]:
 
 
 def _after_item(text: str, at: int, whole: str) -> int:
-    """Returns the position after an item of a list: past the comma, or at the bracket that closes it."""
+    """Return the position after an item of a list: past the comma, or at the bracket that closes it."""
     at = _skip(text, at)
     if not text.startswith((",", ")"), at):
         raise UnsupportedConfig(f"Cannot read {whole!r}: expected , or ) at {_rest(text, at)}.")

@@ -24,7 +24,7 @@ if parse(torch.__version__) < OLDEST_TORCH:
 
 
 def untried() -> list[str]:
-    """Returns the installed torch and Triton that are newer, or older, than the versions that Octavo was tried with."""
+    """Return the installed torch and Triton that are newer, or older, than the versions that Octavo was tried with."""
     found = []
     for name, (oldest, newest) in TRIED.items():
         try:

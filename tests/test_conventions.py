@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -114,3 +115,42 @@ def test_only_the_command_and_its_demo_print():
 
 def _is_logger(func):
     return isinstance(func, ast.Attribute) and func.attr == "getLogger"
+
+
+DESCRIBING = {"The", "A", "An", "Whether", "How", "What", "Which", "Who", "Where", "Of", "This"}
+OBJECTS = {"a", "an", "the", "one", "each", "every", "its", "which", "what", "x"}  # they follow no noun
+
+
+def descriptive_openings(tree):
+    """Docstrings that describe where they should tell: "Returns the codes", "The codes", "Whether there are codes".
+
+    A property, a class and a file are named like a thing; a verb in the third person is no name of one either.
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) or not ast.get_docstring(node):
+            continue
+        words = [word.strip(",.;") for word in re.sub(r"^`[^`]*`: ", "", ast.get_docstring(node)).split()]
+        decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
+        is_function = isinstance(node, ast.FunctionDef) and not any("property" in each for each in decorators)
+        is_third_person = re.fullmatch("[A-Za-z][a-z]*[^s]s", words[0]) and (is_function or words[1] in OBJECTS)
+        if is_third_person or (is_function and words[0] in DESCRIBING):
+            yield f"{getattr(node, 'name', 'the file')}: {' '.join(words[:4])}"
+
+
+def test_docstrings_open_in_the_imperative():
+    package = ROOT.parent / "octavo"
+    paths = {path.relative_to(package): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    assert [f"{path}: {found}" for path, tree in paths.items() for found in descriptive_openings(tree)] == []
+
+
+def test_a_docstring_that_describes_is_found():
+    for code, found in (
+        ('def f():\n    """Return x."""', []),
+        ('def f():\n    """Returns x."""', ["f: Returns x"]),
+        ('def f():\n    """Whether x is there."""', ["f: Whether x is there"]),
+        ('class A:\n    @property\n    def f(self):\n        """The codes of x."""', []),
+        ('class A:\n    """Rows of x."""', []),
+        ('class A:\n    """Measures the rows of x."""', ["A: Measures the rows of"]),
+        ('"""`octavo.step`: ends a step."""', ["the file: ends a step"]),
+    ):
+        assert list(descriptive_openings(ast.parse(code))) == found

@@ -28,7 +28,7 @@ def release_saved_tensors(ctx: Any) -> None:
 
 
 def wants_gradient_of(node: Any) -> bool:
-    """Whether the backward that runs in this thread takes the gradient that goes to this node."""
+    """Return whether the backward that runs in this thread takes the gradient that goes to this node."""
     try:
         return bool(will_execute(node))
     except RuntimeError:
@@ -36,7 +36,7 @@ def wants_gradient_of(node: Any) -> bool:
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The `apply` of an autograd function without the way to torch.func's transforms: for calls outside of them, with
-    tensors that none of them has wrapped."""
+    """Return the `apply` of an autograd function without the way to torch.func's transforms: for calls outside of them,
+    with tensors that none of them has wrapped."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found

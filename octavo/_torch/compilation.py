@@ -34,7 +34,7 @@ def reset() -> None:
 
 
 def any_number_of_graphs() -> AbstractContextManager[Any]:
-    """A context in which a function may be compiled for any number of models: torch stops at the eighth."""
+    """Return a context in which a function may be compiled for any number of models: torch stops at the eighth."""
     from torch._dynamo import config
 
     found: AbstractContextManager[Any] = config.patch(recompile_limit=COMPILATIONS)
@@ -42,35 +42,35 @@ def any_number_of_graphs() -> AbstractContextManager[Any]:
 
 
 def fresh_cache() -> AbstractContextManager[Any]:
-    """A context with an empty disk cache."""
+    """Return a context with an empty disk cache."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
 
 
 def cudagraph_skips() -> int:
-    """How many graphs of this process were not captured as CUDA graphs."""
+    """Return how many graphs of this process were not captured as CUDA graphs."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["cudagraph_skips"]
 
 
 def modes() -> tuple[str, ...]:
-    """The modes of torch.compile."""
+    """Return the modes of torch.compile."""
     from torch._inductor import list_mode_options
 
     return tuple(list_mode_options())
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """The Inductor's options that a mode of torch.compile stands for."""
+    """Return the Inductor's options that a mode of torch.compile stands for."""
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode, dynamic))
 
 
 def traced(graph: GraphModule, inputs: Sequence[Any], see: Callable[[GraphModule, str], None]) -> Any:
-    """A graph's function without generated code. `see` gets each graph that is derived from it, with "forward",
+    """Return a graph's function without generated code. `see` gets each graph that is derived from it, with "forward",
     "backward" or "inference"."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -99,8 +99,8 @@ def generated(
     options: dict[str, Any],
     see: Callable[[GraphModule, str, Callable[[], Any]], Any],
 ) -> Any:
-    """A graph's function as Inductor generates it. `see` gets each graph that is derived from it, its direction, and
-    the call that compiles it, whose result it returns."""
+    """Return a graph's function as Inductor generates it. `see` gets each graph that is derived from it, its direction,
+    and the call that compiles it, whose result it returns."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_(part: GraphModule, example: Any, **settings: Any) -> Any:

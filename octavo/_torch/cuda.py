@@ -18,13 +18,13 @@ assert_async: Any = torch._assert_async
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: its work cannot wait for an answer of the device."""
+    """Return whether a CUDA graph is being captured: its work cannot wait for an answer of the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def recorded_memory() -> Iterator[None]:
-    """A block whose allocations torch records, with the lines that made them. No public function does."""
+    """Return a block whose allocations torch records, with the lines that made them. No public function does."""
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
     try:
         yield

@@ -30,8 +30,8 @@ is_batched = _functorch.is_legacy_batchedtensor  # whether a gradient is several
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """A block in which operators run as they are, on real tensors that record no gradient: without the dispatch modes
-    of the caller, its transforms of torch.func, its inference mode and its torch.autocast."""
+    """Return a block in which operators run as they are, on real tensors that record no gradient: without the dispatch
+    modes of the caller, its transforms of torch.func, its inference mode and its torch.autocast."""
     with ExitStack() as stack:
         stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())  # type: ignore[no-untyped-call]
         stack.enter_context(_python_dispatch._disable_current_modes())  # type: ignore[no-untyped-call]

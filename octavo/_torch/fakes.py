@@ -18,16 +18,17 @@ DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 
 
 def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:
-    """A context in which new state is as real as the weight: a fake mode would leave fakes behind in a real layer."""
+    """Return a context in which new state is as real as the weight: a fake mode would leave fakes behind in a real
+    layer."""
     return nullcontext() if isinstance(weight, FakeTensor) else fake_tensor.unset_fake_temporarily()
 
 
 def runs_on_shapes(weight: Tensor) -> bool:
-    """Whether a call of a layer with this weight, outside of a compiler, computes shapes alone: a fake mode is around a
-    layer that is real."""
+    """Return whether a call of a layer with this weight, outside of a compiler, computes shapes alone: a fake mode is
+    around a layer that is real."""
     return not torch.compiler.is_compiling() and active_fake_mode() is not None and not isinstance(weight, FakeTensor)
 
 
 def active_fake_mode() -> Any:
-    """The fake mode around this call, or None."""
+    """Return the fake mode around this call, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

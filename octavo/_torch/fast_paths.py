@@ -50,7 +50,7 @@ class FastPath:
         FAST_PATHS.append(self)
 
     def is_on(self) -> bool:
-        """Whether to take the shortcut. The first call runs the check."""
+        """Return whether to take the shortcut. The first call runs the check."""
         if self._reason is None:
             try:
                 self._decide()
@@ -59,15 +59,15 @@ class FastPath:
         return self._reason == ""
 
     def sentence(self) -> str:
-        """Why the path is off, and what happens instead."""
+        """Return why the path is off, and what happens instead."""
         return f"{self.name}: off, because {self._reason}. {self.otherwise}"
 
     def reason(self) -> str:
-        """Why the path is off; "" if it is on, or not decided yet."""
+        """Return why the path is off; "" if it is on, or not decided yet."""
         return self._reason or ""
 
     def state(self) -> dict[str, object]:
-        """The path as plain data: `on` is None as long as the check did not run."""
+        """Return the path as plain data: `on` is None as long as the check did not run."""
         on = None if self._reason is None else self._reason == ""
         return {"name": self.name, "what": self.otherwise, "on": on, "why": self.reason()}
 
@@ -112,12 +112,12 @@ def torch_version() -> str:
 
 
 def off() -> tuple[str, ...]:
-    """A sentence for each path that is off: its name, why, and what happens instead."""
+    """Return a sentence for each path that is off: its name, why, and what happens instead."""
     return tuple(path.sentence() for path in FAST_PATHS if path.reason())
 
 
 def warn_if_untried() -> None:
-    """Warns, at the import of Octavo, of a torch or Triton that it was never tried with. Paths that are quick to check
+    """Warn, at the import of Octavo, of a torch or Triton that it was never tried with. Paths that are quick to check
     are checked now, so that the warning names those that are off."""
     found = untried()
     if not found:

@@ -18,15 +18,16 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor
 
 
 def default_group() -> Any:
-    """The default group as it is now; None if there is none."""
+    """Return the default group as it is now; None if there is none."""
     return _world.default_pg
 
 
 def is_live(group: Any) -> bool:
-    """Whether a group was made and not destroyed. It asks Python alone: each call into C++ takes microseconds."""
+    """Return whether a group was made and not destroyed. It asks Python alone: each call into C++ takes
+    microseconds."""
     return group in _world.pg_map
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """The backend that a group uses for tensors of a device, such as "gloo" or "nccl"."""
+    """Return the backend that a group uses for tensors of a device, such as "gloo" or "nccl"."""
     return str(group._get_backend(device).name())

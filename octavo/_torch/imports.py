@@ -14,7 +14,7 @@ Change = Callable[[ModuleType], object]
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that wait for a change as Python's other finders do, and makes the changes after the import."""
+    """Find the modules that wait for a change as Python's other finders do, and make the changes after the import."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}

@@ -19,7 +19,7 @@ from octavo._torch.fast_paths import FastPath, Undecided, torch_version
 
 
 def is_loaded() -> bool:
-    """Whether Inductor was imported: a graph that it compiles is traced with tensors without data after that."""
+    """Return whether Inductor was imported: a graph that it compiles is traced with tensors without data after that."""
     return "torch._inductor.lowering" in sys.modules
 
 
@@ -94,7 +94,7 @@ def _handed_over(said: str, last_used: set[str]) -> str:
 
 
 def _is_fixed(nodes: Any) -> bool:
-    """Whether no size or stride is symbolic."""
+    """Return whether no size or stride is symbolic."""
     return all(
         not getattr(number, "free_symbols", None) for node in nodes for number in (*node.get_size(), *node.get_stride())
     )
@@ -102,7 +102,7 @@ def _is_fixed(nodes: Any) -> bool:
 
 @torch.library.custom_op("octavo::doubled", mutates_args=())
 def _doubled(tensors: list[Tensor], text: str) -> list[Tensor]:
-    """An operator for the check: it has the form of those that layers run as."""
+    """Return an operator for the check: it has the form of those that layers run as."""
     return [t + t for t in tensors]
 
 

@@ -35,27 +35,27 @@ WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_modul
 
 @while_tracing
 def see_operations() -> bool:
-    """Whether one of the hooks of all modules is to see every operation. Trackers of torch's own, as in a FLOP counter,
-    note which module is running, and change nothing: what they watch runs as it does without them."""
+    """Return whether one of the hooks of all modules is to see every operation. Trackers of torch's own, as in a FLOP
+    counter, note which module is running, and change nothing: what they watch runs as it does without them."""
     hooks = [hook for table in GLOBAL_HOOKS for hook in table.values()]
     return any(str(getattr(hook, "__module__", "")).split(".")[0] != "torch" for hook in hooks)
 
 
 def plain_name(path: str) -> str:
-    """Returns a path without the names that wrappers add to it."""
+    """Return a path without the names that wrappers add to it."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def uncompiled(model: Any) -> Any:
-    """The module inside of torch.compile(module); any other object itself. A wrapper may hand out the attributes of a
-    compiled module inside of it, and has parameters of its own: only torch's class is looked into."""
+    """Return the module inside of torch.compile(module); any other object itself. A wrapper may hand out the attributes
+    of a compiled module inside of it, and has parameters of its own: only torch's class is looked into."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # seconds to import, and done by whoever compiles
     return model._orig_mod if frames is not None and isinstance(model, frames.OptimizedModule) else model
 
 
 def runs_hooks(optimizer: Any) -> bool:
-    """Whether torch's constructor has run for this very object, and wrapped the `step` that it has. Wrappers may have
-    an optimizer's class, or its attributes, with a `step` of their own."""
+    """Return whether torch's constructor has run for this very object, and wrapped the `step` that it has. Wrappers may
+    have an optimizer's class, or its attributes, with a `step` of their own."""
     if not isinstance(optimizer, Optimizer) or "_optimizer_step_post_hooks" not in vars(optimizer):
         return False
     return bool(getattr(type(optimizer).step, "hooked", False))
@@ -92,7 +92,7 @@ def note_full_sharding(note: Callable[[nn.Module], None]) -> None:
 
 
 def is_stage(module: nn.Module) -> bool:
-    """Whether a stage of torch 2.13 or newer has inferred the shapes of this module."""
+    """Return whether a stage of torch 2.13 or newer has inferred the shapes of this module."""
     return module in _stages
 
 
@@ -107,5 +107,5 @@ def _inside(block: Block, infer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict leaves out."""
+    """Return the names of a module's own buffers that its state dict leaves out."""
     return module._non_persistent_buffers_set

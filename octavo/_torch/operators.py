@@ -38,7 +38,7 @@ def chosen_backend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_g
 
 
 def schema(operator: Any) -> Any:
-    """An overload's arguments and results: their names, which alias, which are written."""
+    """Return an overload's arguments and results: their names, which alias, which are written."""
     return operator._schema
 
 
@@ -54,9 +54,9 @@ def counts_flops(operator: Any) -> Callable[[Formula], Formula]:
 
 
 def operator_name(target: Any, first: Any, namespace: str) -> str:
-    """The name of the operator that a node of a graph calls, without its overload in the given namespace; empty if it
-    calls none. `first` is the node's first argument: the operator itself, where the compiler wrapped one that writes
-    to its inputs."""
+    """Return the name of the operator that a node of a graph calls, without its overload in the given namespace; empty
+    if it calls none. `first` is the node's first argument: the operator itself, where the compiler wrapped one that
+    writes to its inputs."""
     if isinstance(target, HigherOrderOperator) and str(target).startswith("auto_functionalized"):
         target = first
     if isinstance(target, OpOverload) and target.namespace == namespace:

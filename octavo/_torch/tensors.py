@@ -112,7 +112,7 @@ GUARDS = FastPath(
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor: FSDP2's, which are whole by the time of a call, or tensor parallelism's."""
+    """Return whether it is a DTensor: FSDP2's, which are whole by the time of a call, or tensor parallelism's."""
     return is_dtensor(type(tensor))
 
 
@@ -121,5 +121,5 @@ def is_dtensor(kind: type) -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor, as it is stored: `to_local` would make a view; any other tensor itself."""
+    """Return this rank's part of a DTensor, as it is stored: `to_local` would make a view; any other tensor itself."""
     return tensor._local_tensor if is_sharded(tensor) else tensor

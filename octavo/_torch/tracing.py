@@ -38,14 +38,14 @@ class Untraced:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode (fake tensors, selective checkpointing, a FLOP counter) sees the operators of this
+    """Return whether a dispatch mode (fake tensors, selective checkpointing, a FLOP counter) sees the operators of this
     thread."""
     return dispatch_depth() > 0
 
 
 def moves_saved_tensors() -> bool:
-    """Whether hooks keep saved tensors somewhere else, and hand out copies of them. A checkpoint's hook does not: it
-    runs forward again."""
+    """Return whether hooks keep saved tensors somewhere else, and hand out copies of them. A checkpoint's hook does
+    not: it runs forward again."""
     hooks = saved_tensors_hooks(True)
     return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
 
@@ -62,15 +62,15 @@ def _graph() -> Any:
 
 @while_tracing
 def is_inside_operator() -> bool:
-    """Whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves behind
-    in Python would be lost."""
+    """Return whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves
+    behind in Python would be lost."""
     graph = _graph()
     return graph is not None and graph.current_tracer.parent is not None
 
 
 @while_tracing
 def is_captured() -> bool:
-    """Whether the graph being traced will be replayed as a CUDA graph."""
+    """Return whether the graph being traced will be replayed as a CUDA graph."""
     graph = _graph()
     if graph is None:
         return False
@@ -83,12 +83,12 @@ def is_captured() -> bool:
 
 @while_tracing
 def is_static(tensor: Tensor) -> bool:
-    """Whether a CUDA graph may write to a tensor's own memory: its address was marked as static."""
+    """Return whether a CUDA graph may write to a tensor's own memory: its address was marked as static."""
     return hasattr(tensor, "_dynamo_static_input_type")
 
 
 def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-    """Allocates an uninitialised tensor that a CUDA graph may write to, for `out=` and `dgrad_out=` of a layer.
+    """Allocate an uninitialised tensor that a CUDA graph may write to, for `out=` and `dgrad_out=` of a layer.
 
     torch.compile with CUDA graphs (`mode="reduce-overhead"`) writes to the addresses that it captured. This function
     marks the memory as static, so that a layer accepts it there. Keep the tensor alive as long as the graph.
@@ -136,7 +136,7 @@ def claim(tensor: Tensor) -> bool:
 
 @while_tracing
 def is_first_in_graph(thing: Any) -> bool:
-    """Whether the graph being traced asks for the first time about this Python object."""
+    """Return whether the graph being traced asks for the first time about this Python object."""
     graph = _graph()
     if graph is None:
         return True
@@ -149,12 +149,13 @@ def is_first_in_graph(thing: Any) -> bool:
 
 @while_tracing
 def recomputes() -> bool:
-    """Whether a compiler was told to run parts of forward again to save memory."""
+    """Return whether a compiler was told to run parts of forward again to save memory."""
     return bool(torch._functorch.config.activation_memory_budget < 1)
 
 
 def is_averaged_by_ddp(weights: Any) -> bool:
-    """Whether this call is in a forward of DistributedDataParallel that will average the gradients of these weights."""
+    """Return whether this call is in a forward of DistributedDataParallel that will average the gradients of these
+    weights."""
     ddp: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if ddp is None or not ddp.require_backward_grad_sync:
         return False

@@ -21,12 +21,12 @@ if "read_only" in signature(tma.store_wait).parameters:
 
     @gluon.jit
     def wait_until_read():
-        """Waits until TMA has read the shared memory of all copies that this warp has begun."""
+        """Wait until TMA has read the shared memory of all copies that this warp has begun."""
         tma.store_wait(0, read_only=True)
 
 else:
 
     @gluon.jit
     def wait_until_read():
-        """Waits until TMA has read the shared memory of all copies that this warp has begun."""
+        """Wait until TMA has read the shared memory of all copies that this warp has begun."""
         tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""Reads the tensors and plain values of a pickle, and executes nothing that it names.
+"""Read the tensors and plain values of a pickle, and execute nothing that it names.
 
 A pickle is a program that imports functions and calls them. This reader knows the three that rebuild a tensor, and
 builds tensors of its own there. Every other name stands for an `Inert`, which takes any call, state or item, and does

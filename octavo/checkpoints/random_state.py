@@ -25,7 +25,7 @@ def export() -> dict[str, Any]:
 
 
 def restorer(path: Path, state: Any) -> Callable[[], None]:
-    """Return a function that sets the generators. States of GPUs, and of numpy, that are not here are left out. Raises
+    """Return a function that sets the generators. States of GPUs, and of numpy, that are not here are left out. Raise
     InvalidCheckpoint for a state that a generator refuses; it asks new generators for that."""
     if not isinstance(state, dict) or not {"torch", "python"} <= set(state) <= {"torch", "python", "cuda", "numpy"}:
         raise damaged(path, "it has no state of random numbers")

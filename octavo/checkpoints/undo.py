@@ -1,4 +1,4 @@
-"""Puts a run back as it was, after a load that failed halfway: a hook of the model or of the optimizer may raise."""
+"""Put a run back as it was, after a load that failed halfway: a hook of the model or of the optimizer may raise."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

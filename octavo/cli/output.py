@@ -1,4 +1,4 @@
-"""Output of a command's report: prints it, writes it as JSON, and delivers the results so far after Ctrl-C."""
+"""Output of a command's report: print it, write it as JSON, and deliver the results so far after Ctrl-C."""
 
 import errno
 import json
@@ -169,7 +169,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
+    """Return whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
     return path.exists() and (not path.is_file() or path.is_relative_to("/dev"))
 
 

@@ -190,7 +190,7 @@ def subjects_of(arguments: argparse.Namespace) -> list[Subject]:
 
 
 def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
-    """Write the page of a report that has losses. Returns a sentence that says where it is."""
+    """Write the page of a report that has losses. Return a sentence that says where it is."""
     if target is None or not runs_of(report):
         return []
     output.write(Path(target), page.render(report))

@@ -18,7 +18,7 @@ WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
 
 
 def scales_whole(spec: Quantizer | None) -> bool:
-    """Whether a scale of this quantizer depends on the whole tensor."""
+    """Return whether a scale of this quantizer depends on the whole tensor."""
     return spec is not None and (spec.block == WHOLE or spec.two_level)
 
 
@@ -27,7 +27,8 @@ def all_reduced_cast(
     running_amax: Tensor | None,
     of_groups: bool = False,
 ) -> CastArgs:  # fmt: skip
-    """The arguments of a cast by all-reduced amaxes. Under delayed scaling they serve until a step has seen an amax."""
+    """Return the arguments of a cast by all-reduced amaxes. Under delayed scaling they serve until a step has seen an
+    amax."""
     if part:
         return cast_args(
             recipe, pair, part, lambda spec, is_calibrated: number_of(all_reduced[0]).view(-1), running_amax
@@ -41,8 +42,8 @@ def all_reduced_cast(
 
 
 def kept_amax(amax: Tensor, spec: Quantizer | None, of_groups: bool = False) -> Tensor | None:
-    """An amax that forward kept, a float32 or its bits, as a cast in backward takes it; None if no scale follows from
-    it."""
+    """Return an amax that forward kept, a float32 or its bits, as a cast in backward takes it; None if no scale follows
+    from it."""
     if spec is None or not scales_whole(spec):
         return None
     return amax if amax.dtype == torch.float32 else _shaped(amax, spec, of_groups)
@@ -54,5 +55,5 @@ def _shaped(amax: Tensor, spec: Quantizer, of_groups: bool = False) -> Tensor:
 
 
 def number_of(bits: Tensor) -> Tensor:
-    """The float32 whose bits are given."""
+    """Return the float32 whose bits are given."""
     return bits.view(torch.float32)

@@ -42,7 +42,7 @@ def exchange(x: Tensor, size: int, group: str, where: str) -> Tensor:
 
 
 def exchanged(x: Tensor, size: int, group: str, where: str) -> Tensor:
-    """The same, without a gradient."""
+    """Exchange rows as `exchange` does, without a gradient."""
     if size == 1:
         return x
     if x.shape[0] % size:
@@ -85,7 +85,7 @@ class Pieces:
 
 
 class _Named:
-    """Turns the error of a backend into one that says who waited."""
+    """Turn the error of a backend into one that says who waited."""
 
     def __init__(self, group: str, where: str, x: Tensor) -> None:
         self.group, self.where, self.x = group, where, x

@@ -78,5 +78,5 @@ def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:
 
 
 def _each(found: Tensor, number: int) -> Parts:
-    """The four amaxes, of `number` groups each."""
+    """Return the four amaxes, of `number` groups each."""
     return tuple([found[at * number : (at + 1) * number] for at in range(4)])

@@ -124,19 +124,20 @@ def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
 
 
 def gather_anchor(anchor: Tensor, size: int, group: str, where: str) -> Tensor:
-    """The token of gathered codes, for the token of this rank's."""
+    """Return the token of gathered codes, for the token of this rank's."""
     found: Tensor = _GatherToken.apply(anchor, size, group, where)  # type: ignore[no-untyped-call]
     return found
 
 
 def joined(values: Tensor, anchor: Tensor) -> Tensor:
-    """The values, whose gradient goes to the token."""
+    """Return the values, whose gradient goes to the token."""
     found: Tensor = Join.apply(values, anchor)  # type: ignore[no-untyped-call]
     return found
 
 
 def gathered_scales(scale: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Scales [rows, blocks] of all ranks' rows, in the layout of one tensor's: rows are fastest where they were."""
+    """Return scales [rows, blocks] of all ranks' rows, in the layout of one tensor's: rows are fastest where they
+    were."""
     n, blocks = scale.shape
     rows = gather_bytes(scale, size, group, where).view(size * n, blocks)
     if scale.stride(0) == 1 and scale.stride(1) == max(n, 1):
@@ -145,13 +146,13 @@ def gathered_scales(scale: Tensor, size: int, group: str, where: str) -> Tensor:
 
 
 def gather_bytes(x: Tensor, size: int, group: str, where: str) -> Tensor:
-    """The elements of all ranks, row by row, flat; they are sent as bytes."""
+    """Return the elements of all ranks, row by row, flat; they are sent as bytes."""
     return gather(x.reshape(-1).view(torch.uint8), size, group, where).view(x.dtype)
 
 
 def largest(amaxes: Tensor, group: str, where: str) -> Tensor:
-    """The maximum over ranks: of float32, where NaN counts as Inf, which backends do not drop; or of their bits, as
-    int32. Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last."""
+    """Return the maximum over ranks: of float32, where NaN counts as Inf, which backends do not drop; or of their bits,
+    as int32. Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last."""
     if amaxes.dtype == torch.float32:
         amaxes = torch.where(amaxes.isnan(), float("inf"), amaxes)
     return sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")

@@ -24,7 +24,7 @@ Group: TypeAlias = "ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | str | N
 
 
 def name_of(group: Any) -> str:
-    """Return the name of a group; "" for None, the default group. Raises if torch knows no group of that name."""
+    """Return the name of a group; "" for None, the default group. Raise if torch knows no group of that name."""
     if group is None:
         return DEFAULT
     if isinstance(group, tuple) and len(group) == 2:
@@ -134,19 +134,19 @@ def registered_name(name: str) -> str:
 
 @while_tracing
 def name_now(group: Any) -> str:
-    """`name_of`, also while a compiler traces: a constant of the graph."""
+    """Return `name_of`, also while a compiler traces: a constant of the graph."""
     return name_of(group)
 
 
 @while_tracing
 def size_now(name: str) -> int:
-    """`size_of`, also while a compiler traces: a constant of the graph."""
+    """Return `size_of`, also while a compiler traces: a constant of the graph."""
     return size_of(name)
 
 
 @while_tracing
 def registered_name_now(name: str) -> str:
-    """`registered_name`, also while a compiler traces: a constant of the graph."""
+    """Return `registered_name`, also while a compiler traces: a constant of the graph."""
     return registered_name(name)
 
 

@@ -36,8 +36,8 @@ def number_layer(layer: Any) -> None:
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None) -> None:
-    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
-    shapes or gradients to compute, or call different layers. gloo ends a process that receives more than it expects. A
+    """Raise if ranks have different recipes, settings, shapes or gradients to compute, or call different layers: in
+    eager mode, at a layer's first call, and on a CPU at each. gloo ends a process that receives more than it expects. A
     GPU would have to be waited for. At the first call, also raise if a row layer's bias, which all ranks have, has
     different values."""
     if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
@@ -57,7 +57,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: 
 
 
 def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor | None]) -> None:
-    """In eager mode, at a norm's first call: raise if the parameters that all ranks of a group have differ."""
+    """Raise if the parameters that all ranks of a group have differ: in eager mode, at a norm's first call."""
     if torch.compiler.is_compiling() or norm._ranks_checked:
         return
     rule = f"All {size_of(group)} ranks have the parameters of {norm.op_describe()} in common"
@@ -120,7 +120,7 @@ def _described(tensor: Any) -> str:
 
 
 def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> str:
-    """The settings that decide the collectives of a call and its backward: the gradients that are wanted."""
+    """Return the settings that decide the collectives of a call and its backward: the gradients that are wanted."""
     column, sequence = parallel.mode == "column", parallel.sequence
     wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
              (("dx", x), ("dw", weight), ("db", bias))}  # fmt: skip
@@ -132,7 +132,7 @@ def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _unknown_scales(layer: Any, recipe: Recipe) -> str:
-    """The operands of fp8-delayed whose amaxes ranks agree on in a call, because no step has seen them."""
+    """Return the operands of fp8-delayed whose amaxes ranks agree on in a call, because no step has seen them."""
     uncalibrated = [letter for letter in layer._scaling.uncalibrated if letter in "xw"] if recipe.stateful else []
     return f", no scale yet for {' and '.join(uncalibrated)}" if uncalibrated else ""
 

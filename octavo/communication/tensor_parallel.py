@@ -47,11 +47,12 @@ class Parallel(NamedTuple):
     ranks: int = 1  # of the group when the layer was made: the weight is the part of one of so many
 
     def size(self) -> int:
-        """The number of ranks, a constant where a compiler traces. Raises if the layer was made for another number."""
+        """Return the number of ranks, a constant where a compiler traces. Raise if the layer was made for another
+        number."""
         return _size_now(self.group, self.ranks, self.mode)
 
     def describe(self) -> str:
-        """The settings, as a layer prints them."""
+        """Return the settings, as a layer prints them."""
         group = f", tp_group={self.group!r}" if self.group else ""
         return f"parallel_mode={self.mode!r}, sequence_parallel={self.sequence}{group}"
 
@@ -263,7 +264,7 @@ Again = list[tuple[Tensor, Callable[[], Tensor]]]
 
 
 def _values_again(own: Tensor, whole: Tensor, size: int, group: str, where: str) -> Again:
-    """The rows of all ranks, and how to gather them from this rank's, which are the caller's memory."""
+    """Return the rows of all ranks, and how to gather them from this rank's, which are the caller's memory."""
     version = own._version
 
     def rows() -> Tensor:
@@ -275,7 +276,7 @@ def _values_again(own: Tensor, whole: Tensor, size: int, group: str, where: str)
 
 
 def _rows_again(own: QTensor, whole: QTensor, size: int, group: str, where: str) -> Again:
-    """Row codes of all ranks and their scales, and how to gather them from this rank's."""
+    """Return row codes of all ranks and their scales, and how to gather them from this rank's."""
 
     def codes() -> Tensor:
         return collectives.gather(own.codes.view(torch.uint8), size, group, where).view(own.codes.dtype)
@@ -289,7 +290,7 @@ def _rows_again(own: QTensor, whole: QTensor, size: int, group: str, where: str)
 
 
 def _columns_again(own: Parts, spec: Quantizer, size: int, group: str, where: str) -> Again:
-    """This rank's column codes and their scales, and how to gather those of all ranks."""
+    """Return this rank's column codes and their scales, and how to gather those of all ranks."""
     return [
         (own[0], lambda: gather_column_codes(own[0], size, group, where)),
         (own[1], lambda: gather_column_scale(own[1], spec, size, group, where)),
@@ -319,7 +320,7 @@ def gather_column_scale(scale: Tensor, spec: Quantizer, size: int, group: str, w
 def _cast(
     layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, has_columns: bool, as_nodes: bool
 ) -> tuple[Parts, Parts]:
-    """Cast this rank's rows. Returns the tensors of row codes and of column codes."""
+    """Cast this rank's rows. Return the tensors of row codes and of column codes."""
     scaling, delayed = layer._scaling, recipe.stateful
     observe = delayed and layer.training and torch.is_grad_enabled() and not process.dry
     measures = delayed and scaling.uncalibrated != "" and scaling.measures(True, False, False).x
@@ -345,8 +346,8 @@ class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
     """While a layer saves tensors for backward: drops those of all ranks, and gathers them when backward asks."""
 
     def __init__(self, again: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
-        """`again` has the tensors that are not to be kept, and for each a function that gathers it, or another one to
-        take its place, from what this rank keeps."""
+        """Take in `again` the tensors that are not to be kept, and for each a function that gathers it, or another one
+        to take its place, from what this rank keeps."""
         places = {(t.data_ptr(), t.shape): place for place, (t, _) in enumerate(again)}
         gathers = [gather for _, gather in again]
 

@@ -93,7 +93,7 @@ def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Maps bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
+    """Map bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
     first weights as those of octavo.MoE."""
 
     def __init__(self, shape: Shape, *, seed: int, plain: bool = False, device: Device = "cpu") -> None:

@@ -80,7 +80,7 @@ def mixtures(model: nn.Module) -> list[MoE | TorchMoE]:
 
 
 class LoadMeter:
-    """Adds up the load of a model's experts over several calls."""
+    """Add up the load of a model's experts over several calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mixtures = mixtures(model)

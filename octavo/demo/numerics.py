@@ -16,7 +16,7 @@ from octavo.model.layer_lookup import layers
 
 
 class Sampler:
-    """Inspects a model at so many of its steps, evenly spaced, the last one among them."""
+    """Inspect a model at so many of its steps, evenly spaced, the last one among them."""
 
     def __init__(self, steps: int, count: int) -> None:
         self.at = {max(1, round(steps * n / count)) for n in range(1, count + 1)}

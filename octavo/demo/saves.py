@@ -121,7 +121,7 @@ def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.
 
 
 class Keeper:
-    """Saves and resumes one run.
+    """Save and resume one run.
 
     Args:
         saves: the options.

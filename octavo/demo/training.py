@@ -246,7 +246,7 @@ def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> 
 
 
 class Clock:
-    """Measures tokens per second over the second half of the steps, which leaves out warm-up and compilation, and the
+    """Measure tokens per second over the second half of the steps, which leaves out warm-up and compilation, and the
     most memory that a GPU held. Its time is the seconds of training: those of a run that goes on are in it, and work in
     `stopped` is not."""
 

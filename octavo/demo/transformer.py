@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Maps each position on its own: by GELU, or by SwiGLU, whose gate and value come from one projection."""
+    """Map each position on its own: by GELU, or by SwiGLU, whose gate and value come from one projection."""
 
     def __init__(self, width: int, hidden: int, device: Device = "cpu", *, gated: bool) -> None:
         super().__init__()

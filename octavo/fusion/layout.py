@@ -50,12 +50,12 @@ class Layout(NamedTuple):
 
 
 def is_container(module: Any) -> bool:
-    """Whether a module is a container that may be flattened."""
+    """Return whether a module is a container that may be flattened."""
     return hasattr(type(module), "_flattens")
 
 
 def opens(module: Any) -> bool:
-    """Whether a module is a container that is to be flattened now."""
+    """Return whether a module is a container that is to be flattened now."""
     return is_container(module) and bool(module._flattens())
 
 

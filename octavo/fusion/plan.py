@@ -258,13 +258,13 @@ def known_plan(keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int
 
 @while_tracing
 def has_rules(rules: int) -> bool:
-    """Whether there are any of these rules."""
+    """Return whether there are any of these rules."""
     return any(rules_of(rules))
 
 
 @while_tracing
 def takes_foreign(rules: int) -> bool:
-    """Whether any of these rules needs a dry run, because its operation is no step."""
+    """Return whether any of these rules needs a dry run, because its operation is no step."""
     return any(not rule.op.op_is_step for group in rules_of(rules) for rule in group)
 
 

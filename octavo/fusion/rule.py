@@ -238,7 +238,7 @@ class Rule:
         return replace(self, side=side)
 
     def _matches(self, configs: Sequence[Value]) -> bool:
-        """Whether stages with these configs are those of the pattern."""
+        """Return whether stages with these configs are those of the pattern."""
         if self.op.op_is_legacy:
             return False  # a run never contains it: `octavo.fusion.custom.legacy` finds its operations
         kinds: Sequence[Any] = self.pattern
@@ -332,7 +332,7 @@ def rules_of(number: int) -> Groups:
 
 
 def check_name(rule: Rule) -> None:
-    """`explain` and `require` tell rules apart by name."""
+    """Refuse a name that another rule has: `explain` and `require` tell rules apart by name."""
     if not rule.is_octavos and any(known.is_octavos and known.name == rule.name for known in global_rules()):
         raise UnsupportedConfig(f"{rule.name!r} is the name of one of Octavo's own rules. Give yours another.")
 

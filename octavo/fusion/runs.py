@@ -1,4 +1,4 @@
-"""`OperationFuser`: runs consecutive operations. It cuts them into runs; each run is one chain
+"""`OperationFuser`: run consecutive operations. It cuts them into runs; each run is one chain
 (`octavo.runtime.chain`), with one forward node and one backward node. Parameters are read at every call."""
 
 from collections.abc import Collection, Sequence
@@ -27,7 +27,7 @@ from octavo.text import plural
 
 
 class OperationFuser:
-    """Runs consecutive operations together: each run of them is one node forward and one backward.
+    """Run consecutive operations together: each run of them is one node forward and one backward.
 
     `octavo.Sequential` makes one for each group of operations between ordinary modules; `Sequential.groups` shows them.
     Use one directly if you have a list of operations and need no module around it.
@@ -71,7 +71,7 @@ class OperationFuser:
         return found
 
     def _has_news(self, plan: Planned) -> bool:
-        """Whether a plan has not been logged yet."""
+        """Return whether a plan has not been logged yet."""
         return plan.key not in self._logged and not self.is_quiet
 
     def _log(self, names: Sequence[str], plan: Planned) -> None:
@@ -336,7 +336,7 @@ def _why_not(op: Any, x: Any) -> str:
 
 
 def _recast(x: Tensor) -> bool:
-    """Whether torch.autocast makes layers cast x. Each layer is then called by itself."""
+    """Return whether torch.autocast makes layers cast x. Each layer is then called by itself."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
 

@@ -118,8 +118,8 @@ class Sequential(NoTorchScript, nn.Sequential):
         self._layout()
 
     def _flattens(self) -> bool:
-        """Whether a Sequential around this one flattens it: not if it has rules of its own, hooks, or a forward that
-        does more than call the modules."""
+        """Return whether a Sequential around this one flattens it: not if it has rules of its own, hooks, or a forward
+        that does more than call the modules."""
         hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # `explain` removes the hooks of its copy
         plain = self.rules == () and type(self).forward is self._plain_forward()
         return plain and not hooked and not (any(GLOBAL_HOOKS) and see_operations())

@@ -47,8 +47,8 @@ def connected(step: Step, channels: dict[str, Any]) -> Step:
 
 
 def run_takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:
-    """Whether the steps run as nodes of a graph. Groups of meta and fake tensors do, unless backward needs Python
-    objects: their sizes have no values."""
+    """Return whether the steps run as nodes of a graph. Groups of meta and fake tensors do, unless backward needs
+    Python objects: their sizes have no values."""
     ops = [step.op for step in steps]
     if takes_nodes(ops):
         return True

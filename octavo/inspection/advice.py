@@ -73,7 +73,7 @@ class _Measured(NamedTuple):
         return None if row is None else getattr(row, name)
 
     def cosine(self) -> float:
-        """The worst cosine of a result."""
+        """Return the worst cosine of a result."""
         return min((row.cosine for row in self.rows.values() if row.cosine is not None), default=1.0)
 
 

@@ -240,7 +240,7 @@ def _place_of_failure(compilation: Any, functions: dict[str, tuple[str, str]]) -
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is Octavo's, torch's or Python's, not the user's."""
+    """Return whether a file is Octavo's, torch's or Python's, not the user's."""
     above = Path(file).parents
     return HERE in above or TORCH in above or (PYTHON in above and "site-packages" not in Path(file).parts)
 

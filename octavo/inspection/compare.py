@@ -156,7 +156,7 @@ class Comparison(NamedTuple):
         return "\n".join([self._title(), "", *columns(self._cells(self._ordered()))])
 
     def _ordered(self) -> list[ComparedRow]:
-        """The whole gradient, then the parameters, those with the largest difference first."""
+        """Return the whole gradient, then the parameters, those with the largest difference first."""
         whole, *rest = self.rows
         return [whole, *sorted(rest, key=lambda row: -abs(row.first_error - row.second_error))]
 

@@ -1,4 +1,4 @@
-"""`octavo.explain`: compiles and runs a model, and reports what torch.compile made of it.
+"""`octavo.explain`: compile and run a model, and report what torch.compile made of it.
 
 It runs a deep copy. Forward writes delayed scaling's memory, backward adds to `.grad` and `main_grad` and advances the
 rounding counter, and hooks of a parameter may step an optimizer: restoring all of this would never be complete, and a

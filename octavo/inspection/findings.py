@@ -38,14 +38,14 @@ class Finding(NamedTuple):
 
 
 def verdict(rows: Sequence[TensorRow]) -> str:
-    """The sentence of a report without findings."""
+    """Return the sentence of a report without findings."""
     if any(row.calls for row in rows):
         return "Nothing stands out."
     return "Nothing was measured: no layer ran in the block."
 
 
 def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> list[Finding]:
-    """The faults of all layers, in the order of the model."""
+    """Return the faults of all layers, in the order of the model."""
     by_layer: dict[str, dict[str, TensorRow]] = {path: {} for path in states}
     for row in rows:
         by_layer[row.layer][row.tensor] = row
@@ -93,7 +93,8 @@ def _late(state: LayerState) -> bool:
 
 
 def _not_finite(row: TensorRow, rows: Rows) -> list[str]:
-    """A result whose operand has Inf or NaN is not the cause: the operand has the sentence."""
+    """Return the sentence for Inf and NaN in a tensor. A result whose operand has some is not the cause: the operand
+    has the sentence."""
     if row.nonfinite == 0 or any(name in rows and rows[name].nonfinite > 0 for name in OPERANDS.get(row.tensor, ())):
         return []
     way = NOT_FINITE.get(row.tensor, "Look at this layer and those after it.")

@@ -1,4 +1,4 @@
-"""`octavo.inspect`: records what a recipe does to every tensor of every layer of a model, while the model trains."""
+"""`octavo.inspect`: record what a recipe does to every tensor of every layer of a model, while the model trains."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -395,7 +395,7 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
 
 
 def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
-    """A hook of optimizers that counts steps for an inspection, and does not keep it alive."""
+    """Return a hook of optimizers that counts steps for an inspection, and does not keep it alive."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         found = inspection()

@@ -154,18 +154,18 @@ def _forget(layer: Quantized) -> None:
 
 
 def _switch(layer: Any) -> Switch:
-    """The switch of the block that a layer is in."""
+    """Return the switch of the block that a layer is in."""
     found: Switch = getattr(layer, "inspection", OFF)
     return found
 
 
 def is_inspected(layer: Any) -> bool:
-    """Whether a layer is in a block that is entered."""
+    """Return whether a layer is in a block that is entered."""
     return _switch(layer).inside
 
 
 def _own(layer: Any, name: str) -> Any:
-    """A method of the layer's own class."""
+    """Return a method of the layer's own class."""
     try:
         return getattr(super(Inspected, layer), name)
     except TypeError:  # the block has ended: the layer has its class again
@@ -174,7 +174,7 @@ def _own(layer: Any, name: str) -> Any:
 
 @while_tracing
 def _settings(name: str, key: str) -> tuple[bool, bool, str]:
-    """Whether a call takes x as codes, whether it returns y as codes, and its recipe."""
+    """Return whether a call takes x as codes, whether it returns y as codes, and its recipe."""
     config = LAYERS[name].config(key)
     return config.x == "codes", getattr(config, "quantize_output", False), config.recipe.key
 
@@ -192,7 +192,7 @@ def _packed(layer: Any, stage: Stage, x: Any, tensors: list[Tensor]) -> str:
 
 @cache
 def inspected_class(kind: Any) -> Any:
-    """The class of a layer while it is inspected; it has the name of the layer's own."""
+    """Return the class of a layer while it is inspected; it has the name of the layer's own."""
     return type(kind.__name__, (Inspected, kind), {"__module__": Inspected.__module__, "_inspected_class": kind})
 
 

@@ -1,4 +1,4 @@
-"""Measures one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision float32
+"""Measure one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision float32
 reference.
 
 The float32 reference is the same layer in float32 without quantization, on the same x, w and dy: one GEMM each for y,
@@ -72,11 +72,11 @@ class Call(NamedTuple):
         record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
 
     def x(self) -> Tensor | None:
-        """x before the cast; None if it arrived as codes."""
+        """Return x before the cast; None if it arrived as codes."""
         return None if self.config.x == "codes" else self.live(_rows(self.inputs.x))
 
     def x_cast(self, x: Tensor | None) -> Cast | None:
-        """The cast of x, or the codes that arrived; None if the recipe does not quantize x."""
+        """Return the cast of x, or the codes that arrived; None if the recipe does not quantize x."""
         spec, inputs = self.config.quant.fprop.left, self.inputs
         if x is None:
             return self._given_x(spec)
@@ -84,12 +84,13 @@ class Call(NamedTuple):
         return self._cast(x, spec, scaling, None, inputs.all_reduced[self.config.x_cast.all_reduced])
 
     def w(self) -> Tensor | None:
-        """The weight; None if it is a quantized weight, which has codes alone."""
+        """Return the weight; None if it is a quantized weight, which has codes alone."""
         weight: Tensor = self.inputs.weight
         return None if self.config.weight == "quantized" else weight
 
     def w_cast(self) -> Cast | None:
-        """The cast of the weight: the codes in use if there are some. None if the recipe does not quantize it."""
+        """Return the cast of the weight: the codes in use if there are some. None if the recipe does not quantize
+        it."""
         config, inputs, layer = self.config, self.inputs, self.layer
         weight, spec, parts = inputs.weight, config.quant.fprop.right, inputs.w_row
         if spec is None or spec.basis:
@@ -104,7 +105,7 @@ class Call(NamedTuple):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def record_backward(self, stats: Tensor, dy: Tensor) -> Tensor | None:
-        """Record dy and dw. Returns the float32 reference's dx; None if x takes no gradient."""
+        """Record dy and dw. Return the float32 reference's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
         fresh = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
@@ -126,7 +127,7 @@ class Call(NamedTuple):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def live(self, rows: Tensor) -> Tensor:
-        """The rows, with zeros after the last group."""
+        """Return the rows, with zeros after the last group."""
         return rows if self.groups is None else torch.where(self._is_live(rows), rows, 0.0)
 
     def _is_live(self, rows: Tensor) -> Tensor:
@@ -136,8 +137,8 @@ class Call(NamedTuple):
     def _cast(
         self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None, all_reduced: Parts = ()
     ) -> Cast | None:
-        """The cast that the layer makes of x or dy, by delayed scaling's inverse scale in use if there is one, or by
-        the all-reduced amaxes."""
+        """Return the cast that the layer makes of x or dy, by delayed scaling's inverse scale in use if there is one,
+        or by the all-reduced amaxes."""
         if spec is None or spec.basis:
             return None
         groups, part = self.groups, scaling if self.groups is None else [t.view(self.groups.number) for t in scaling]
@@ -168,7 +169,7 @@ class Call(NamedTuple):
         return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype), k)
 
     def _flat_inputs(self) -> Any:
-        """The inputs, with the leading dims of x folded."""
+        """Return the inputs, with the leading dims of x folded."""
         x = self.inputs.x
         return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
 
@@ -182,7 +183,7 @@ class Call(NamedTuple):
         return self.layer.save(self.float32_reference, exact, ForwardResult((), (), self.layer.Intermediates(**fresh)))
 
     def _exact(self, x: Tensor | None, x_cast: Cast | None, w: Tensor | None, w_cast: Cast | None) -> Any:
-        """The inputs of the float32 reference: float32, from the codes' values where only codes are left."""
+        """Return the inputs of the float32 reference: float32, from the codes' values where only codes are left."""
         found = {
             "x": (x if x is not None else x_cast.values).float(),  # type: ignore[union-attr]
             "weight": (w if w is not None else w_cast.values.view(self.inputs.weight.shape)).float(),  # type: ignore[union-attr]
@@ -214,7 +215,8 @@ def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
 
 
 def read(q: QTensor | GroupedTensor | None, columns: int) -> Cast:
-    """The values of codes and the largest ones that their scales can represent; of grouped codes, without padding."""
+    """Return the values of codes and the largest ones that their scales can represent; of grouped codes, without
+    padding."""
     assert q is not None
     groups, matrix = (q.groups, q.q) if isinstance(q, GroupedTensor) else (None, q)
     bare = replace(q, anchor=None, columns=None) if isinstance(q, GroupedTensor) else replace(q, anchor=None)
@@ -225,8 +227,8 @@ def read(q: QTensor | GroupedTensor | None, columns: int) -> Cast:
 
 
 def _limits(q: QTensor, groups: Groups | None) -> Tensor:
-    """The largest magnitude that each scale can represent, for each row, or one row if all rows share scales: what
-    dequantize() makes of the largest code."""
+    """Return the largest magnitude that each scale can represent, for each row, or one row if all rows share scales:
+    what dequantize() makes of the largest code."""
     spec, height = q.spec, q.spec.block[0]
     limits = spec.fmt.max * spec.scale_values(q)
     if groups is None:
@@ -242,7 +244,7 @@ def _limits(q: QTensor, groups: Groups | None) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
-    """The settings of a call without its writes, of one for dw alone, and of the float32 reference."""
+    """Return the settings of a call without its writes, of one for dw alone, and of the float32 reference."""
     config = LAYERS[name].config(key)
     quiet = {**PLAIN, "wants_db": False, "wants_ds": False}
     quiet |= {"quantize_output": False} if name == "linear" else {"dgrad_out": False, "tail": "zero"}

@@ -124,7 +124,7 @@ def _memory(path: str, module: nn.Module, optimizer: Any, saved: dict[str, int])
 
 
 def _bytes(t: Tensor) -> int:
-    """The bytes of a tensor; a weight that is codes has those of its codes and scales."""
+    """Return the bytes of a tensor; a weight that is codes has those of its codes and scales."""
     return t.untyped_storage().nbytes() if isinstance(t, QuantizedWeight) else t.numel() * t.element_size()
 
 

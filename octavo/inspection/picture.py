@@ -49,7 +49,7 @@ def picture(row: TensorRow, fmt: Format | None) -> Markup:
 
 
 def drawing(states: Mapping[str, LayerState], rows: Sequence[TensorRow], layer: str, tensor: str) -> Picture:
-    """Return a tensor's picture as a file of its own. Raises if nothing was measured of it."""
+    """Return a tensor's picture as a file of its own. Raise if nothing was measured of it."""
     row = next((row for row in rows if (row.layer, row.tensor) == (layer, tensor) and row.calls), None)
     if row is None:
         own = ", ".join(row.tensor for row in rows if row.layer == layer and row.calls)

@@ -50,15 +50,15 @@ class Cast(NamedTuple):
     fmt: Format
 
     def spread(self, bounds: Tensor) -> Tensor:
-        """A bound for each limit, in a shape that broadcasts to the values."""
+        """Return a bound for each limit, in a shape that broadcasts to the values."""
         return scale_blocks.spread(bounds, (None, self.block), *self.values.shape)
 
     def in_codes(self, values: Tensor) -> Tensor:
-        """Values of the tensor, divided by their scales: by magnitude, what the format's codes are next to."""
+        """Return values of the tensor, divided by their scales: by magnitude, what the format's codes are next to."""
         return values.float() / self.spread(self.limit / self.fmt.max)
 
     def scales(self) -> Tensor:
-        """The histogram of the scales: how many values have one there."""
+        """Return the histogram of the scales: how many values have one there."""
         rows, columns = self.values.shape
         whole = columns if self.block is None else self.block
         first = torch.arange(self.limit.shape[1], dtype=torch.float64, device=self.limit.device) * whole
@@ -112,20 +112,20 @@ def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _difference(made: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """made - exact, zero where one of them is not finite, and where both are."""
+    """Return made - exact, zero where one of them is not finite, and where both are."""
     difference = made - exact
     kept = torch.nan_to_num(difference, 0.0, 0.0, 0.0)
     return kept, kept == difference
 
 
 def _size(values: Tensor) -> Tensor:
-    """The Euclidean norm, summed in float64: squares of float32 may overflow or vanish."""
+    """Return the Euclidean norm, summed in float64: squares of float32 may overflow or vanish."""
     found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return found
 
 
 def _nonzero(values: Tensor) -> Tensor:
-    """How many values are not zero, in float64. A sum of booleans would first copy them to eight bytes each."""
+    """Return how many values are not zero, in float64. A sum of booleans would first copy them to eight bytes each."""
     dtype = torch.float32 if values.shape[-1] <= 2**24 else torch.float64  # in which the counts of a row are exact
     of_rows: Tensor = torch.linalg.vector_norm(values, 0, dim=-1, dtype=dtype)
     return of_rows.sum(dtype=torch.float64)
@@ -147,7 +147,8 @@ def _histogram(values: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _magnitudes(values: Tensor) -> Tensor:
-    """The histogram of magnitudes, of evenly spaced elements if there are many; an odd distance meets all columns."""
+    """Return the histogram of magnitudes, of evenly spaced elements if there are many; an odd distance meets all
+    columns."""
     flat = values.reshape(-1)
     flat = flat[:: -(-flat.numel() // SAMPLED) | 1].abs()
     return _histogram(flat, torch.ones((), dtype=torch.float64, device=values.device).expand(flat.shape))
@@ -174,5 +175,5 @@ def _add(
 
 @lru_cache
 def _half_step(fmt: Format) -> float:
-    """Half the distance of the two largest codes, relative to the largest: what rounding alone may take away."""
+    """Return half the distance of the two largest codes, relative to the largest: what rounding alone may take away."""
     return 2.0**fmt.emax / (fmt.min_normal / fmt.min_subnormal) / 2 / fmt.max

@@ -29,7 +29,8 @@ def call(function: Callable[..., Any], batch: Batch) -> Any:
 
 
 def listed(batches: Iterable[Any]) -> list[Batch]:
-    """The arguments of each call; a batch that is neither a tuple nor a mapping is the only argument of its call."""
+    """Return the arguments of each call; a batch that is neither a tuple nor a mapping is the only argument of its
+    call."""
     if isinstance(batches, Tensor):
         raise UnsupportedConfig(
             f"The batches are a list with the arguments of each call, got a tensor of shape {tuple(batches.shape)}. "
@@ -55,7 +56,7 @@ def gradients_of(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Te
 
 def give_recipe(model: nn.Module, recipe: str | Recipe | Policy) -> None:
     """Run a model in another recipe: its layers of Octavo that are quantized, or that follow `octavo.autocast`; if it
-    has no layer of Octavo, those that `convert` takes. A policy gives each layer the recipe of its rule. Raises if
+    has no layer of Octavo, those that `convert` takes. A policy gives each layer the recipe of its rule. Raise if
     there is no such layer."""
     if isinstance(recipe, Policy):
         with warnings.catch_warnings(action="ignore"):  # of rules that match no layer: an error says if none does
@@ -111,8 +112,8 @@ def _checked_loss(value: Any) -> Tensor:
 
 
 def _default_loss(made: Any) -> Tensor:
-    """The first output that takes a gradient if it is one number; else its product with a fixed random direction: a sum
-    or a mean would have no gradient behind a norm."""
+    """Return the first output that takes a gradient if it is one number; else its product with a fixed random
+    direction: a sum or a mean would have no gradient behind a norm."""
     found = next((t for t in tree_leaves(made) if isinstance(t, Tensor) and t.requires_grad), None)
     if found is None:
         raise UnsupportedConfig(

@@ -20,7 +20,7 @@ class LayerState(NamedTuple):
     updates: int  # of its weight, since delayed scaling's last step
 
     def quantizer(self, tensor: str) -> Quantizer | None:
-        """The quantizer of x, w or dy that the report measures; None for the results of GEMMs."""
+        """Return the quantizer of x, w or dy that the report measures; None for the results of GEMMs."""
         quant = self.recipe.linear()
         return {"x": quant.fprop.left, "w": quant.fprop.right, "dy": quant.dgrad.left}.get(tensor)
 
@@ -81,7 +81,7 @@ class TensorRow(NamedTuple):
 
 
 def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> TensorRow:
-    """The row from the sums of `octavo.inspection.statistics`."""
+    """Return the row from the sums of `octavo.inspection.statistics`."""
     spec, compared = state.quantizer(tensor), sums["compared"] > 0
     is_cast = spec is not None and compared
     return TensorRow(
@@ -104,7 +104,7 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
 
 
 def table(rows: Sequence[TensorRow]) -> str:
-    """The rows as aligned text."""
+    """Return the rows as aligned text."""
     return "\n".join(columns([HEADER, *[cells(row) for row in rows]]))
 
 
@@ -123,7 +123,7 @@ def worst_first(rows: Sequence[TensorRow], sick: Collection[str], top: int) -> t
 
 
 def cells(row: TensorRow) -> tuple[str, ...]:
-    """The text of a row's columns."""
+    """Return the text of a row's columns."""
     return (
         row.layer or "(model)", row.tensor, row.cast or "-", str(row.calls), percent(row.underflow),
         percent(row.saturated), percent(row.nonfinite), _noise(row.sqnr),
@@ -146,7 +146,7 @@ def _noise(sqnr: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a text. A small one is not shown as zero."""
+    """Return a share as a text. A small one is not shown as zero."""
     if share is None:
         return "-"
     return f"{share:.2%}" if share == 0 or share >= 5e-5 else f"{100 * share:.1g}%"

@@ -28,7 +28,7 @@ BASES: Any = (object,) if TrainerCallback is None else (TrainerCallback, Exporta
 
 
 class OctavoCallback(*BASES):  # type: ignore[misc]
-    """Ends Octavo's step after each optimizer step of a Trainer, and saves and resumes the state of recipes.
+    """End Octavo's step after each optimizer step of a Trainer, and save and resume the state of recipes.
 
     It calls `octavo.attach` when training begins, and removes the attachment when it ends. It writes
     `octavo.safetensors` into each of the Trainer's checkpoints, and loads it when the Trainer resumes. The file's

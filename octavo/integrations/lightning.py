@@ -21,7 +21,7 @@ KEY = "octavo"  # of the state in a checkpoint
 
 
 class OctavoCallback(object if Callback is None else Callback):  # type: ignore[misc]
-    """Ends Octavo's step after each optimizer step of a Trainer, and saves and resumes the state of recipes.
+    """End Octavo's step after each optimizer step of a Trainer, and save and resume the state of recipes.
 
     It calls `octavo.attach` for each optimizer when training begins, and removes the attachments when it ends. The
     state is in Lightning's checkpoint, under "octavo", as plain tensors: `weights_only=True` loads it.

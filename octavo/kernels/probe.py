@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 def answer_of(gemm: Callable[[], Result]) -> Result:
-    """Runs a GEMM. What it raises is its answer, unless the device has no memory left or has failed."""
+    """Run a GEMM. What it raises is its answer, unless the device has no memory left or has failed."""
     try:
         return gemm()
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
@@ -44,7 +44,7 @@ def answer_of(gemm: Callable[[], Result]) -> Result:
 
 
 def verdict(what: str, device: torch.device, probe: Callable[[], float], instead: str = "") -> Support:
-    """Runs a probe, which returns the largest error as a fraction of its bound. A GEMM that fails is emulated from here
+    """Run a probe, which returns the largest error as a fraction of its bound. A GEMM that fails is emulated from here
     on, with a warning; `octavo.backend.use("strict")` raises instead. For one that is no native GEMM, `instead` says
     what is done."""
     reason = ""
@@ -63,13 +63,13 @@ def verdict(what: str, device: torch.device, probe: Callable[[], float], instead
 
 
 def noise(*shape: int, seed: int) -> Tensor:
-    """Returns numbers on the CPU, the same on every machine, whose rows have four magnitudes."""
+    """Return numbers on the CPU, the same on every machine, whose rows have four magnitudes."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     x = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
     return x * 2.0 ** (torch.arange(shape[-2], dtype=torch.float32, device="cpu") % 4)[:, None]
 
 
 def error_of(got: Tensor, want: Tensor, size: Tensor, relative: float, bias: Tensor | float = 0.0) -> float:
-    """Returns the largest error as a fraction of its bound (docs/numerics.md): `want` is the exact result, `size` the
+    """Return the largest error as a fraction of its bound (docs/numerics.md): `want` is the exact result, `size` the
     sum of its absolute products, `bias` the absolute value of what was added to it."""
     return float(((got - want).abs() / (relative * size + 2**-8 * (want.abs() + bias))).max())

@@ -1,4 +1,4 @@
-"""Launches Triton kernels without the overhead of Triton's own Python.
+"""Launch Triton kernels without the overhead of Triton's own Python.
 
 `kernel[grid](...)` binds, specializes and formats a cache key in Python at every call: tens of microseconds, as long as
 a small kernel runs. A `Launch` holds everything of a call except its tensors; the caller creates it once and caches it
@@ -31,14 +31,14 @@ _threads = threading.local()
 
 
 def is_watched() -> bool:
-    """Whether a profiler has hooked Triton's launches, which then go through Triton's public call."""
+    """Return whether a profiler has hooked Triton's launches, which then go through Triton's public call."""
     knobs = sys.modules.get("triton.knobs")  # Triton may not be installed or imported
     return knobs is not None and bool(knobs.runtime.launch_enter_hook.calls)
 
 
 @contextmanager
 def listening(listener: Callable[["Launch", tuple[Any, ...]], None] | None) -> Iterator[None]:
-    """Calls `listener` after every launch of this thread."""
+    """Call `listener` after every launch of this thread."""
     before = getattr(_threads, "listener", None)
     _threads.listener = listener
     try:
@@ -49,8 +49,8 @@ def listening(listener: Callable[["Launch", tuple[Any, ...]], None] | None) -> I
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A block whose operators and launches are no part of the call around it: no mode sees them, and nothing that
-    records this call."""
+    """Return a block whose operators and launches are no part of the call around it: no mode sees them, and nothing
+    that records this call."""
     with plainly(), listening(None):
         yield
 
@@ -86,8 +86,8 @@ class Direct:
 
     @staticmethod
     def takes(compiled: Any) -> bool:
-        """Whether nothing but the kernel's own arguments decides a launch: no Octavo kernel uses scratch memory, but
-        one that Triton instruments does."""
+        """Return whether nothing but the kernel's own arguments decides a launch: no Octavo kernel uses scratch memory,
+        but one that Triton instruments does."""
         run = compiled.run
         return not (run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
 
@@ -120,7 +120,7 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], Direct] = {}
 
     def __call__(self, *arguments: Any) -> None:
-        """Runs the kernel on the device of the first argument, which is never None."""
+        """Run the kernel on the device of the first argument, which is never None."""
         index = device_index(arguments[0])
         if index != current_device():
             with torch.cuda.device(index):
@@ -135,11 +135,11 @@ class Launch:
             _threads.listener(self, arguments)
 
     def direct(self, *arguments: Any) -> Direct | None:
-        """Returns the direct launch that a call with such arguments has compiled, or None."""
+        """Return the direct launch that a call with such arguments has compiled, or None."""
         return self._compiled.get(self._bound(arguments)[0])
 
     def _bound(self, pointers: Pointers) -> tuple[tuple[Any, ...], list[Any]]:
-        """Returns the key that the kernel is compiled for, and the arguments of the direct call."""
+        """Return the key that the kernel is compiled for, and the arguments of the direct call."""
         addresses = [0 if t is None else t.data_ptr() for t in pointers]
         key: tuple[Any, ...] = (device_index(pointers[0]), *[None if t is None else t.dtype for t in pointers])
         ends = 0
@@ -148,17 +148,17 @@ class Launch:
         return (*key, *[address & 15 == 0 for address in addresses]) if ends & 15 else key, addresses
 
     def _public(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the arguments as Triton's public call takes them."""
+        """Return the arguments as Triton's public call takes them."""
         return arguments
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        """Runs the kernel through Triton's public call, which compiles it the first time."""
+        """Run the kernel through Triton's public call, which compiles it the first time."""
         compiled = self.kernel[(self.grid,)](*arguments, *self.sizes, **self.options)
         if DIRECT_LAUNCHES.is_on() and Direct.takes(compiled):
             self._compiled[key] = Direct(compiled)
 
     def both_ways(self, *arguments: Any) -> Iterator[None]:
-        """Runs the kernel by Triton's public call, then directly."""
+        """Run the kernel by Triton's public call, then directly."""
         index = device_index(arguments[0])
         _, given = self._bound(arguments)
         compiled = self.kernel[(self.grid,)](*self._public(arguments), *self.sizes, **self.options)
@@ -208,7 +208,7 @@ def _base(argument: Tensor | Tiles | None) -> Any:
 
 
 def enter_context(index: int) -> None:
-    """Sets the device once per thread. The driver creates tensor maps and, unlike the runtime, does not give a new
+    """Set the device once per thread. The driver creates tensor maps and, unlike the runtime, does not give a new
     thread, such as autograd's, a context."""
     if getattr(_threads, "context", None) != index:
         set_device(index)

@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 @triton.jit
 def _shift_kernel(x, out, missing, far, N, unused, SHIFT: tl.constexpr, SIZE: tl.constexpr):
-    """out = x + SHIFT + 1, + 1 more if `missing` is there; `far` is read at an odd address."""
+    """Compute out = x + SHIFT + 1, + 1 more if `missing` is there; `far` is read at an odd address."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     v = tl.load(x + at, mask=at < N, other=0.0) + tl.load(far) + SHIFT
     if missing is not None:
@@ -42,7 +42,7 @@ def _shift_kernel(x, out, missing, far, N, unused, SHIFT: tl.constexpr, SIZE: tl
 
 @gluon.jit
 def _tile_kernel(x, out, SIZE: gl.constexpr):
-    """The second tile of x down, and the first across, by TMA."""
+    """Copy the second tile of x down, and the first across, by TMA."""
     room = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)

@@ -1,4 +1,4 @@
-"""`octavo.attach`: ends a training step of a model, and refreshes its weight caches, whenever its optimizer steps.
+"""`octavo.attach`: end a training step of a model, and refresh its weight caches, whenever its optimizer steps.
 
 It puts a hook on the torch optimizer whose `step()` runs hooks: the one that the caller passes, or the one inside that
 wrapper. Several optimizers of one model can be attached: each steps the layers whose weights it holds.

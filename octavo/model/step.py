@@ -1,4 +1,4 @@
-"""`octavo.step`: ends a training step by updating the delayed scales of a whole model from the step's amaxes."""
+"""`octavo.step`: end a training step by updating the delayed scales of a whole model from the step's amaxes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

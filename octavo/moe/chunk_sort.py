@@ -16,7 +16,7 @@ from octavo.values import excerpt
 def sort_chunks(
     sizes: Tensor, rows: int, *, order: Tensor | Sequence[int] | None = None, stride: int | None = None
 ) -> Permutation:
-    """Sorts chunks of rows: those of each rank and expert by expert, or by an order that you give.
+    """Sort chunks of rows: those of each rank and expert by expert, or by an order that you give.
 
     `permute(x, permutation)` copies the rows to their places, `unpermute(rows, permutation)` copies them back, and
     `unpermute(rows, permutation, probs)` multiplies them by a probability for each arrived row [rows, 1];
@@ -71,7 +71,7 @@ def sort_chunks(
 
 
 def _checked(sizes: Any, rows: int, order: Any, stride: int | None) -> tuple[Tensor, Tensor | None]:
-    """Returns sizes [sources, groups], and the order on their device."""
+    """Return sizes [sources, groups], and the order on their device."""
     if not isinstance(sizes, Tensor) or sizes.dtype not in (torch.int32, torch.int64):
         got = sizes.dtype if isinstance(sizes, Tensor) else type(sizes).__name__
         raise UnsupportedDtype(f"sort_chunks takes sizes as a tensor of int32 or int64, got {got}. Cast it by .long().")

@@ -67,7 +67,7 @@ class DeepEP(Dispatch):
         self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int, *, payload: Payload = NO_CODES,
         meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:  # fmt: skip
-        """Sends tokens to the ranks of their experts.
+        """Send tokens to the ranks of their experts.
 
         Args:
             x: the tokens [T, hidden], in bfloat16.
@@ -112,7 +112,7 @@ class DeepEP(Dispatch):
         return Dispatched(rows, permutation.sizes, state)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sums the experts' rows of each token with the weights, and sends the sums back.
+        """Sum the experts' rows of each token with the weights, and send the sums back.
 
         Args:
             rows: the experts' outputs.
@@ -173,7 +173,7 @@ class _RowAnchor(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """Sums over ranks, on the ranks of the tokens. dy goes where the tokens went."""
+    """Sum over ranks, on the ranks of the tokens. dy goes where the tokens went."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, handle: Any, buffer: Any) -> Tensor:

@@ -149,7 +149,7 @@ class LocalDispatch(Dispatch):
 
 
 def check_dispatcher(dispatcher: Any) -> None:
-    """Raises if an object lacks a function of the contract, or is a class and not an object."""
+    """Raise if an object lacks a function of the contract, or is a class and not an object."""
     missing = [name for name in ("dispatch", "combine") if not callable(getattr(dispatcher, name, None))]
     if isinstance(dispatcher, type):
         raise UnsupportedConfig(
@@ -163,7 +163,7 @@ def check_dispatcher(dispatcher: Any) -> None:
 
 
 def check_dispatched(dispatcher: Any, sent: Any, experts: int) -> None:
-    """Raises if `dispatch` returned something else than a Dispatched, sizes of another number of experts than this
+    """Raise if `dispatch` returned something else than a Dispatched, sizes of another number of experts than this
     process has, or counted dropped assignments on the host."""
     title = f"{type(dispatcher).__name__}.dispatch"
     if not isinstance(sent, Dispatched):
@@ -190,7 +190,7 @@ def check_dispatched(dispatcher: Any, sent: Any, experts: int) -> None:
 
 
 def check_combined(dispatcher: Any, y: Any, x: Tensor, rows: Tensor) -> None:
-    """Raises if `combine` returned something else than a row for each token of x, in the dtype of the experts' rows."""
+    """Raise if `combine` returned something else than a row for each token of x, in the dtype of the experts' rows."""
     if not isinstance(y, Tensor) or y.shape != x.shape:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise UnsupportedShape(

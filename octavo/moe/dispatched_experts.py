@@ -25,7 +25,7 @@ class DispatchedExperts(Sequential):
     def forward(  # type: ignore[override]
         self, input: Tensor, *extra_inputs: Any, op_kwargs: Any = None, codes: Codes | None = None
     ) -> Any:
-        """Runs the experts.
+        """Run the experts.
 
         Args:
             input: the rows, or the anchor of codes.

@@ -91,14 +91,14 @@ class ExpertParallel(Dispatch):
         return f"ExpertParallel(ranks={self.ranks}, engine={self.engine!r}, payload={self.payload!r}{capacity})"
 
     def op_describe(self) -> str:
-        """Returns what messages call this dispatcher."""
+        """Return what messages call this dispatcher."""
         return repr(self)
 
     def dispatch(  # type: ignore[override]
         self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int, *, payload: Payload = NO_CODES,
         meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:  # fmt: skip
-        """Sends tokens to the ranks of their experts.
+        """Send tokens to the ranks of their experts.
 
         Args:
             x: the tokens [T, hidden].
@@ -137,7 +137,7 @@ class ExpertParallel(Dispatch):
         return Dispatched(rows, plan.sizes, state, plan.dropped, dy_codes=dy_codes)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sends the experts' rows back to their tokens, and sums them with the weights.
+        """Send the experts' rows back to their tokens, and sum them with the weights.
 
         Args:
             rows: the experts' outputs.
@@ -157,7 +157,7 @@ class ExpertParallel(Dispatch):
         return unpermute(returned, plan.permutation, weights, tail=tail)
 
     def local_experts(self, num_experts: int) -> int:
-        """Returns how many experts each rank has.
+        """Return how many experts each rank has.
 
         Args:
             num_experts: the number of experts of all ranks.
@@ -190,7 +190,7 @@ class ExpertParallel(Dispatch):
         return ""
 
     def _quantizers(self, payload: Payload) -> tuple[Quantizer | None, Quantizer | None]:
-        """Returns those of x and dy as codes on the wire; None for values."""
+        """Return those of x and dy as codes on the wire; None for values."""
         by_default = self.payload == "auto" and (self.engine == "padded" or payload.one_scale)
         if self.payload == "values" or by_default:
             return None, None
@@ -216,7 +216,7 @@ class ExpertParallel(Dispatch):
             )
 
     def _check_alike(self, x: Tensor, weights: Tensor, experts: int, spec: Quantizer | None) -> None:
-        """Raises if the ranks call it in different ways, at the first call, and on a CPU at each."""
+        """Raise if the ranks call it in different ways, at the first call, and on a CPU at each."""
         if self.ranks == 1 or torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor):
             return
         if self._ranks_checked and x.device.type != "cpu":
@@ -297,7 +297,7 @@ class _ReturnedByCodes(torch.autograd.Function):
 
 
 def over_ranks(group: Any, dispatcher: Any, local: int | None, splits_features: bool) -> ExpertParallel | None:
-    """Returns the dispatcher over the ranks of a group; None for a group of one rank, whose experts are all here and
+    """Return the dispatcher over the ranks of a group; None for a group of one rank, whose experts are all here and
     fused with their permutation, unless their features are split."""
     if dispatcher is not None or local is not None:
         raise UnsupportedConfig(

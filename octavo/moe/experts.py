@@ -43,7 +43,7 @@ PARALLEL = (
 
 
 def keywords_of(function: Any) -> tuple[str, ...]:
-    """Returns the names of a function's arguments."""
+    """Return the names of a function's arguments."""
     return tuple(name for name, p in signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD)
 
 
@@ -54,7 +54,7 @@ SETTINGS = tuple(
 
 
 def _with_storage(unsupported_reason: NotFired) -> NotFired:
-    """Adds what the reason against the rule means for storage."""
+    """Add what the reason against the rule means for storage."""
     if unsupported_reason.rule != "experts":
         return unsupported_reason
     return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")
@@ -163,7 +163,7 @@ class Experts(RecipeOfLayers, Sequential):
         *,
         is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
-        """Runs the experts.
+        """Run the experts.
 
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
@@ -195,7 +195,7 @@ class Experts(RecipeOfLayers, Sequential):
     def explain(  # type: ignore[override]
         self, input: Tensor, indices: Tensor | Permutation, probs: Tensor
     ) -> Explanation:
-        """Reports how a call runs: which operations run together, which rules apply, and why others do not. It changes
+        """Report how a call runs: which operations run together, which rules apply, and why others do not. It changes
         no state.
 
         Args:
@@ -213,7 +213,7 @@ class Experts(RecipeOfLayers, Sequential):
         return report._replace(refused=tuple(map(_with_storage, report.refused)))
 
     def _extra_inputs(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
-        """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
+        """Return the extra inputs of the operations, in order, with all leading dims flattened."""
         check_input("Experts", x, owner=self)
         _refuse_swapped(indices, probs)
         check_input("Experts", probs, "probs")
@@ -266,7 +266,7 @@ class Experts(RecipeOfLayers, Sequential):
 
 
 def _check_range(index: Tensor, experts: int) -> None:
-    """Raises for an index of no expert. On a GPU, where the host would wait for it, the device checks it under
+    """Raise for an index of no expert. On a GPU, where the host would wait for it, the device checks it under
     `octavo.backend.use("checked")`."""
     if torch.compiler.is_compiling() or isinstance(index, FakeTensor):
         return
@@ -293,7 +293,7 @@ def _refuse_swapped(indices: Any, probs: Any) -> None:
 
 
 def check_settings(title: str, settings: Iterable[str], own: Sequence[str]) -> None:
-    """Raises for keywords that neither the class `title`, whose own are `own`, nor its layers take."""
+    """Raise for keywords that neither the class `title`, whose own are `own`, nor its layers take."""
     more = [name for name in SETTINGS if name not in own]
     for name in settings:
         if name in PARALLEL:
@@ -312,7 +312,7 @@ def check_settings(title: str, settings: Iterable[str], own: Sequence[str]) -> N
 def expert_layers(
     num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
+    """Return the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
     check_whole(hidden_size, what="hidden_size")
     wide = fc1_width(activation, ffn_hidden_size)
     if settings.get("scale_bias"):

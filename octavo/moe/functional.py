@@ -29,7 +29,7 @@ def grouped_linear(
     recipe: str | Recipe | None = None,
     tail: str = "zero",
 ) -> Tensor:
-    """Multiplies each group of rows by its own weight: y[g] = x[g] · W[g]ᵀ + b[g].
+    """Multiply each group of rows by its own weight: y[g] = x[g] · W[g]ᵀ + b[g].
 
     It computes what `octavo.GroupedLinear` computes, bit for bit. Use the layer for what it remembers from call to
     call: delayed scaling, the stochastic rounding of nvfp4, cached weights, `main_grad`.
@@ -124,7 +124,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _stateless(recipe: str | Recipe | None, trains: bool) -> Recipe:
-    """Returns the recipe of a call, which must need nothing from the call before."""
+    """Return the recipe of a call, which must need nothing from the call before."""
     found = ambient.recipe if recipe is None else autocast(recipe).recipe  # which knows how to parse in a graph
     if found is None:
         return UNQUANTIZED

@@ -19,7 +19,7 @@ def aux_loss(
     tokens: Tensor | int | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Returns a loss that is smaller the more evenly the router spreads its tokens over the experts.
+    """Return a loss that is smaller the more evenly the router spreads its tokens over the experts.
 
     It is E · Σ f_i · P_i over the E experts: f_i is the share of assignments that expert i got, P_i its mean
     probability. The loss is 1 if both are even. Gradients flow to the logits through P. The function reads nothing on
@@ -66,7 +66,7 @@ def aux_loss(
 def balance(
     logits: Tensor, load: Tensor, assignments: int, score: str, tokens: Tensor | int | None, group: str | None = None
 ) -> Tensor:
-    """Returns `aux_loss`, given the number of assignments that each expert got, and the assignments of a token."""
+    """Return `aux_loss`, given the number of assignments that each expert got, and the assignments of a token."""
     rows, mask, number = _counted(logits, tokens)
     if group is not None and size_now(group) > 1:
         load, number = _mean_of_ranks(load, number, group)
@@ -79,7 +79,7 @@ def balance(
 
 
 def z_loss(logits: Tensor, *, tokens: Tensor | int | None = None, group: Group = None) -> Tensor:
-    """Returns the mean over tokens of log(Σ exp(logits))², which keeps the logits of a router from growing.
+    """Return the mean over tokens of log(Σ exp(logits))², which keeps the logits of a router from growing.
 
     Args:
         logits: the logits [..., E] of the router, in float32, bfloat16 or float16.
@@ -106,7 +106,7 @@ def z_loss(logits: Tensor, *, tokens: Tensor | int | None = None, group: Group =
 
 
 def _mean_of_ranks(load: Tensor, number: Tensor | int, group: str) -> tuple[Tensor, Tensor]:
-    """Returns the mean over ranks of the assignments of each expert, and of the number of tokens, in one collective."""
+    """Return the mean over ranks of the assignments of each expert, and of the number of tokens, in one collective."""
     own = torch.full((1,), number, device=load.device, dtype=torch.float64) if isinstance(number, int) else number
     both = torch.cat([load.double(), own.reshape(1).double()])
     mean = (total(both, group, "aux_loss") / size_now(group)).float()  # sums of integers: exact
@@ -114,7 +114,7 @@ def _mean_of_ranks(load: Tensor, number: Tensor | int, group: str) -> tuple[Tens
 
 
 def _counted(logits: Tensor, tokens: Tensor | int | None) -> tuple[Tensor, Tensor | None, Tensor | int]:
-    """Returns the logits [T, E] in float32, with zeros for padding so that its NaN has no gradient; the mask of tokens
+    """Return the logits [T, E] in float32, with zeros for padding so that its NaN has no gradient; the mask of tokens
     that count, or None for all; and their number, at least 1."""
     rows = logits.reshape(-1, logits.shape[-1]).float()
     if tokens is None:

@@ -208,7 +208,7 @@ class MoE(RecipeOfLayers, nn.Module):
         self.experts.fc1_output_storage = storage
 
     def reset_parameters(self) -> None:
-        """Sets `expert_bias` and `load` to zero. The layers inside have a `reset_parameters` of their own.
+        """Set `expert_bias` and `load` to zero. The layers inside have a `reset_parameters` of their own.
 
         Example:
             >>> moe = octavo.MoE(64, 96, 8, 2, expert_bias=True, device="meta").to_empty(device="cpu")
@@ -225,7 +225,7 @@ class MoE(RecipeOfLayers, nn.Module):
     def forward(
         self, input: Tensor, *, tokens: Tensor | int | None = None, is_first_microbatch: bool | Tensor | None = None
     ) -> Tensor:
-        """Routes the tokens, runs their experts, and sums the weighted outputs.
+        """Route the tokens, run their experts, and sum the weighted outputs.
 
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
@@ -279,7 +279,7 @@ class MoE(RecipeOfLayers, nn.Module):
     def _dispatched(
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the weighted sums, and the shared MLP's output if that was computed while rows travelled."""
+        """Return the weighted sums, and the shared MLP's output if that was computed while rows travelled."""
         if isinstance(self.experts, Experts):
             raise UnsupportedConfig(f"MoE.dispatcher was set to {type(dispatcher).__name__}, and {_BUILT}")
         shared: list[Tensor] = []
@@ -337,7 +337,7 @@ class MoE(RecipeOfLayers, nn.Module):
         return self._loss
 
     def overflow(self) -> int:
-        """Returns the most assignments that one forward dropped since the last call, and starts to count anew.
+        """Return the most assignments that one forward dropped since the last call, and starts to count anew.
 
         Only a dispatcher with fewer rows than assignments drops any; `octavo.step` warns of it too, by a count of its
         own. The call waits for the device.
@@ -359,7 +359,7 @@ class MoE(RecipeOfLayers, nn.Module):
 
     @while_tracing
     def _place_counts(self) -> None:
-        """Moves the counts of the last forward from the meta device to the parameters, which were assigned: no state
+        """Move the counts of the last forward from the meta device to the parameters, which were assigned: no state
         dict has the counts."""
         for name in ("load", "dropped"):
             if (counts := getattr(self, name)) is not None:
@@ -374,7 +374,7 @@ class MoE(RecipeOfLayers, nn.Module):
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *changed])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps the bias in float32: 16 bits would round its small steps away. Sets buffers that come from the meta
+        """Keep the bias in float32: 16 bits would round its small steps away. Set buffers that come from the meta
         device to zero: memory that `to_empty` allocates has any values, and the counts are in no state dict."""
         bias, was_meta = self.expert_bias, self.load.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -386,7 +386,7 @@ class MoE(RecipeOfLayers, nn.Module):
         return self
 
     def _load_from_state_dict(self, *given: Any) -> None:
-        """Keeps the bias in float32 where `assign=True` puts a tensor of 16 bits in its place."""
+        """Keep the bias in float32 where `assign=True` puts a tensor of 16 bits in its place."""
         super()._load_from_state_dict(*given)
         if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = self.expert_bias.float()

@@ -66,7 +66,7 @@ def sort(
     capacity: int | None = None,
     align: int = 1,
 ) -> Permutation:
-    """Sorts the assignments of tokens by expert, and inside an expert by token.
+    """Sort the assignments of tokens by expert, and inside an expert by token.
 
     The sort is stable, takes a constant number of launches, and reads nothing on the host. A CUDA graph follows maps
     that change.
@@ -129,7 +129,7 @@ def permute(
     align: int = 1,
     tail: str = "zero",
 ) -> tuple[Tensor, Permutation]:
-    """Copies each token to the rows of its assignments, sorted by expert.
+    """Copy each token to the rows of its assignments, sorted by expert.
 
     Backward sums the gradients of a token's rows, in float32 and in the order of its assignments. It reads no other
     row: pads and the tail of the gradient may hold anything, NaN too.
@@ -187,7 +187,7 @@ def permute(
 
 
 def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero") -> Tensor:
-    """Sums the rows of each token's assignments, each multiplied by its probability.
+    """Sum the rows of each token's assignments, each multiplied by its probability.
 
     The sum runs in float32, assignment after assignment, and is rounded once. Two runs give the same bits. Rows without
     an assignment are not read. A dropped assignment adds nothing, and the gradient of its probability is zero.
@@ -234,7 +234,7 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
 
 
 def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
-    """Returns the probability of each row, for a layer between `permute` and `unpermute` that multiplies by it.
+    """Return the probability of each row, for a layer between `permute` and `unpermute` that multiplies by it.
 
     Args:
         probs: the probability of each assignment, in float32, bfloat16 or float16: [..., K] if the map was an index,
@@ -276,12 +276,12 @@ def check_capacity(capacity: Any, align: int = 1) -> None:
 
 
 def _number(n: int) -> int:
-    """Returns a number that a graph may know as a symbol as the one that the graph is made for."""
+    """Return a number that a graph may know as a symbol as the one that the graph is made for."""
     return len(range(n))
 
 
 def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) -> tuple[int, int]:
-    """Returns the number of experts, and of a token's assignments."""
+    """Return the number of experts, and of a token's assignments."""
     if not isinstance(routing, Tensor) or routing.dtype not in (torch.bool, torch.int32, torch.int64):
         got: Any = routing.dtype if isinstance(routing, Tensor) else type(routing).__name__
         raise UnsupportedDtype(
@@ -318,7 +318,7 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
 
 
 def check_permutation(title: str, permutation: Any) -> None:
-    """Raises for a permutation that `sort` cannot have made. Values are read on a CPU; on a GPU, where the host would
+    """Raise for a permutation that `sort` cannot have made. Values are read on a CPU; on a GPU, where the host would
     wait for them, the device checks them under `octavo.backend.use("checked")`."""
     if not isinstance(permutation, Permutation):
         raise UnsupportedDtype(
@@ -357,7 +357,7 @@ def check_permutation(title: str, permutation: Any) -> None:
 
 
 def _is_sorted(positions: Tensor, assignments: Tensor) -> Tensor:
-    """Whether positions and assignments are the inverse of each other, as a bool on their device."""
+    """Return whether positions and assignments are the inverse of each other, as a bool on their device."""
     rows_of, assignments_of = positions.reshape(-1).long(), assignments.long()
     number, rows = rows_of.shape[0], assignments_of.shape[0]
     found = ((rows_of >= -1) & (rows_of < rows)).all() & ((assignments_of >= -2) & (assignments_of < number)).all()

@@ -32,7 +32,7 @@ class Saved(NamedTuple):
 
 
 class PermuteProbsLayer(Layer):
-    """Returns the probability of each row."""
+    """Return the probability of each row."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         return ForwardResult((permute.take(matrix(inputs.probs), assignments_of(inputs), inputs.assignments),), (), ())

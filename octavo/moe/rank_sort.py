@@ -8,7 +8,7 @@ from octavo.moe.permutation import Permutation, check_capacity, sort
 
 
 def sort_by_rank(index: Tensor, num_experts: int, ranks: int, capacity: int) -> Permutation:
-    """Sorts the assignments of tokens by the rank of their expert, and on a rank by expert, into a fixed number of rows
+    """Sort the assignments of tokens by the rank of their expert, and on a rank by expert, into a fixed number of rows
     for each rank. Experts are on the ranks in their order, equally many on each.
 
     `permute(x, permutation)` then makes equal parts for an all-to-all. Reads nothing on the host.

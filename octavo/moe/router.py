@@ -49,7 +49,7 @@ class Router(nn.Linear):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the logits of each token.
+        """Return the logits of each token.
 
         Args:
             input: x [..., in_features], in float32, bfloat16 or float16.
@@ -77,12 +77,12 @@ class Router(nn.Linear):
 
 
 def _takes_operators() -> bool:
-    """Whether torch.func or torch.jit.trace takes this call: they know operators of torch alone."""
+    """Return whether torch.func or torch.jit.trace takes this call: they know operators of torch alone."""
     return has_transforms() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _traced_under_autocast(x: Tensor) -> bool:
-    """Whether a compiler traces this call under torch.autocast. `product` leaves autocast for forward alone: the
+    """Return whether a compiler traces this call under torch.autocast. `product` leaves autocast for forward alone: the
     compiler traces the backward of torch's own product under the caller's autocast, in 16 bits; that of a node stays in
     float32."""
     kind = x.device.type

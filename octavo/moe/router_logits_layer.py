@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 
 
 class RouterLogitsLayer(Layer):
-    """Computes x · wᵀ in float32."""
+    """Compute x · wᵀ in float32."""
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
         return False  # a setting of torch decides too: whether float32 products may use TF32
@@ -90,7 +90,7 @@ layer = RouterLogitsLayer(Config, Inputs, saved=Saved)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x · weightᵀ in float32, unaffected by torch.autocast."""
+    """Return x · weightᵀ in float32, unaffected by torch.autocast."""
     kind = x.device.type
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         # a float32 copy of x would stay for backward, too: 128 MiB for 8192 tokens of 4096
@@ -100,7 +100,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def halves(dy: Tensor) -> Tensor:
-    """Returns [high | low] in bfloat16, whose sum is dy up to 2⁻¹⁷. Where high is not finite, low is zero."""
+    """Return [high | low] in bfloat16, whose sum is dy up to 2⁻¹⁷. Where high is not finite, low is zero."""
     high = dy.to(torch.bfloat16)
     low = torch.where(high.isfinite(), dy - high, 0.0)
     return torch.cat([high, low.to(torch.bfloat16)], 1)

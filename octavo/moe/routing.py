@@ -34,7 +34,7 @@ def route(
     group_best: int = 2,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of each token, and the weights of their outputs.
+    """Choose the experts of each token, and the weights of their outputs.
 
     The function turns logits into scores, takes the best `top_k` experts of each token, and returns their scores as
     weights. It computes in float32. Gradients flow from the weights to the logits, and none through the choice. Nothing
@@ -103,7 +103,7 @@ def route(
 
 
 def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) -> Tensor:
-    """Counts the assignments of each expert.
+    """Count the assignments of each expert.
 
     Args:
         index: the experts of each token [..., K], int32 or int64. Entries out of range, such as -1, are not counted.
@@ -134,7 +134,7 @@ def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) 
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, group: Group = None) -> None:
-    """Moves the bias of each expert by `rate`, in place: up if the expert had fewer assignments than the mean, down if
+    """Move the bias of each expert by `rate`, in place: up if the expert had fewer assignments than the mean, down if
     more.
 
     With this bias `route` balances the load without an auxiliary loss. Call it once for each optimizer step, with the
@@ -192,7 +192,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, group: Grou
 
 
 def scores_of(x: Tensor, score: str) -> Tensor:
-    """Returns the scores of logits in float32."""
+    """Return the scores of logits in float32."""
     if score == "softmax":
         return x.softmax(-1)
     if score == "sigmoid":
@@ -203,12 +203,12 @@ def scores_of(x: Tensor, score: str) -> Tensor:
 
 
 def shares(scores: Tensor) -> Tensor:
-    """Divides the last dim by its sum."""
+    """Divide the last dim by its sum."""
     return scores / (scores.sum(-1, keepdim=True) + SMALLEST)
 
 
 def first(tokens: Tensor | int | None, rows: Tensor) -> Tensor | None:
-    """Returns which rows [T, ...] are among the first `tokens`, as a mask [T, 1]; None if all count."""
+    """Return which rows [T, ...] are among the first `tokens`, as a mask [T, 1]; None if all count."""
     if tokens is None:
         return None
     number = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64)
@@ -241,7 +241,7 @@ def _scaled(weights: Tensor, scale: float) -> Tensor:
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns the indices of the k largest, in descending order; of equal ones, those with lower indices. torch.topk
+    """Return the indices of the k largest, in descending order; of equal ones, those with lower indices. torch.topk
     does not promise that order."""
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
@@ -251,7 +251,7 @@ def _by_group(x: Tensor, size: int) -> Tensor:
 
 
 def _largest_inside(x: Tensor, groups: Tensor, size: int, k: int) -> Tensor:
-    """Returns the indices of the k largest in these groups. Experts of other groups are left out, not masked: none of
+    """Return the indices of the k largest in these groups. Experts of other groups are left out, not masked: none of
     them is chosen, whatever the numbers are."""
     groups = groups.sort(dim=-1).values  # so that of equal experts the first has the lower index
     inside = _by_group(x, size).gather(-2, groups[..., None].expand(*groups.shape, size)).flatten(-2)
@@ -283,7 +283,8 @@ def checked_index(title: str, index: Tensor) -> Tensor:
 
 
 def _way_to_an_index(found: object) -> str:
-    """A cast of a mask or of weights would be an index too, of the wrong experts."""
+    """Return the way out for an index of another dtype. A cast of a mask or of weights would be an index too, of the
+    wrong experts."""
     if isinstance(found, Tensor) and found.dtype == torch.bool:
         return "Make one of a mask by torch.where(mask, torch.arange(E, device=mask.device), -1)."
     if isinstance(found, Tensor) and found.is_floating_point():
@@ -314,7 +315,7 @@ def group_size(
     top_groups: int | None,
     group_best: int,
 ) -> int:
-    """Checks the settings of `route`, and returns the number of experts in a group."""
+    """Check the settings of `route`, and return the number of experts in a group."""
     check_choice(score, SCORES, what="score")
     check_choice(normalize, (True, False, None), what="normalize")
     _check_number("top_k", top_k, experts, "the number of experts")

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 class TokenSortLayer(Layer):
-    """Sorts assignments by expert. Its auxiliary outputs are sizes [E], positions [..., K], assignments [rows], and
+    """Sort assignments by expert. Its auxiliary outputs are sizes [E], positions [..., K], assignments [rows], and
     of a mask experts [..., K]."""
 
     def outputs(self, config: Config) -> int:

@@ -129,7 +129,7 @@ class Activation(FusibleOperation, Settings, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        """Whether a stage with this config belongs to this class. Activation itself matches every activation."""
+        """Return whether a stage with this config belongs to this class. Activation itself matches every activation."""
         if not isinstance(config, Config) or config.drop or config.bias_dtype or config.registered_name != "activation":
             return False  # rules know what an activation saves that keeps no codes
         if cls is Activation:

@@ -105,11 +105,11 @@ class ActivationLayer(Layer):
         return ForwardResult((y,), (), self.intermediates(config, x))
 
     def intermediates(self, config: Config, x: Tensor) -> Tensors:
-        """The tensors that forward makes for backward: none, since backward keeps x itself."""
+        """Return the tensors that forward makes for backward: none, since backward keeps x itself."""
         return ()
 
     def restored(self, config: Config, saved: Any, dtype: torch.dtype) -> Saved:
-        """The saved tensors, with the values of x, which have this dtype."""
+        """Return the saved tensors, with the values of x, which have this dtype."""
         return Saved._make(saved)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -169,10 +169,10 @@ layer = ActivationLayer(Config, Inputs, saved=Saved)
 
 
 def shape_of_y(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of y, from x's."""
+    """Return the shape of y, from x's."""
     return (*shape[:-1], shape[-1] // 2) if config.function.gated else shape
 
 
 def shape_of_dx(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of dx, from dy's."""
+    """Return the shape of dx, from dy's."""
     return (*shape[:-1], 2 * shape[-1]) if config.function.gated else shape

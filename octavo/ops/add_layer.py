@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 
 
 def same(config: Config) -> bool:
-    """Whether the extra's gradient is dy without a cast."""
+    """Return whether the extra's gradient is dy without a cast."""
     return config.dtype == config.extra_dtype
 
 

@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 class AmaxesLayer(Layer):
-    """Measures x and a weight."""
+    """Measure x and a weight."""
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
         specs = (*config.pairs[0], *config.pairs[1], config.each_column)

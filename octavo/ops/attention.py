@@ -66,7 +66,7 @@ class RotaryFactors(Settings, nn.Module):
 
 
 def _target(fn: Callable[[Tensor], Tensor], device: torch.device) -> torch.device:
-    """The device to which a function for `nn.Module._apply` moves tensors of this one."""
+    """Return the device to which a function for `nn.Module._apply` moves tensors of this one."""
     try:
         return fn(torch.empty(0, device=device, dtype=torch.float32)).device
     except NotImplementedError:  # nothing is copied from the meta device; where other tensors go, these are made

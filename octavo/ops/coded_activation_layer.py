@@ -26,7 +26,7 @@ class Config(activation_layer.Config):
 
     @classmethod
     def of(cls, config: activation_layer.Config) -> "Config":
-        """The config with the settings of another layer's."""
+        """Return the config with the settings of another layer's."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
 

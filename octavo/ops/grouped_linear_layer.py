@@ -271,7 +271,7 @@ class Ragged(Dense):
 
 
 class GroupedLinearLayer(LinearLayer):
-    """Computes x[g] · w[g]ᵀ + bias[g]."""
+    """Compute x[g] · w[g]ᵀ + bias[g]."""
 
     kind = Ragged
 
@@ -292,7 +292,7 @@ class GroupedLinearLayer(LinearLayer):
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
-        """Whether the layout decides all launches. Those of backward also depend on whether the caller's buffers
+        """Return whether the layout decides all launches. Those of backward also depend on whether the caller's buffers
         overlap others, or are adjacent."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 

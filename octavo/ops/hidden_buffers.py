@@ -25,7 +25,7 @@ class HiddenBuffers(nn.Module):
             self._buffers.pop(name, None)
 
     def copy(self) -> "HiddenBuffers":
-        """The same tensors in another module."""
+        """Return the same tensors in another module."""
         other = HiddenBuffers()
         other._buffers.update(self._buffers)
         return other

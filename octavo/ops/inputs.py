@@ -90,7 +90,7 @@ def _strange_kind(kind: type, weight: bool) -> str:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    """Whether a subclass overrides the method. A disabled one does not count."""
+    """Return whether a subclass overrides the method. A disabled one does not count."""
     owner = next(parent for parent in kind.__mro__ if name in parent.__dict__)
     return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not TensorBase
 

@@ -303,7 +303,8 @@ class Config(LinearSettings):
         return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
 
     def _measures(self, row: Quantizer | None, column: Quantizer | None) -> bool:
-        """Whether forward measures an amax of the whole tensor for the row, from which the column's scale follows."""
+        """Return whether forward measures an amax of the whole tensor for the row, from which the column's scale
+        follows."""
         return not self.recipe.stateful and isinstance(row, Tensorwise) and row == column
 
     @cached_property

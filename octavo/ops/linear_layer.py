@@ -61,7 +61,7 @@ class Buffers(NamedTuple):
 
 
 class LinearLayer(WeightLayer):
-    """Computes x · wᵀ + bias. The rows of x are dense unless a subclass passes others."""
+    """Compute x · wᵀ + bias. The rows of x are dense unless a subclass passes others."""
 
     scales = ("x_scale", "w_scale")
     kind: ClassVar[type[Dense]] = Dense

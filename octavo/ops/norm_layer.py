@@ -68,13 +68,13 @@ class Saved(NamedTuple):
 
 
 def matrix(config: Config, x: Tensor) -> Tensor:
-    """x as [rows, columns]."""
+    """Return x as [rows, columns]."""
     lead = x.dim() - config.dims
     return x if x.dim() == 2 and lead == 1 else x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
 
 
 class NormLayer(Layer):
-    """Normalise rows, then scales and shifts them."""
+    """Normalise rows, then scale and shift them."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y, mean, rstd = kernel.forward(
@@ -118,7 +118,7 @@ layer = NormLayer(Config, Inputs, intermediates=Intermediates, saved=Saved)
 
 
 def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor | None = None) -> Tensors:
-    """The gradients of the inputs. `added` is another gradient of x: dx is the sum of both, rounded once."""
+    """Return the gradients of the inputs. `added` is another gradient of x: dx is the sum of both, rounded once."""
     if dy is None:
         return (added, *[None] * (len(Inputs._fields) - 1))
     x, weight, mean, rstd = Saved._make(saved)

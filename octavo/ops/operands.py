@@ -188,7 +188,7 @@ class Dense:
     def restored(
         self, spec: Quantizer, parts: Sequence[Any], side: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> QTensor:
-        """`assemble` saved tensors, in the strides that kernels read: a hook may have returned them in others."""
+        """Assemble saved tensors, in the strides that kernels read: a hook may have returned them in others."""
         q = spec.assemble(parts, shape, dtype)
         if spec.block == WHOLE and q.codes.is_contiguous():  # a single scale has no order
             return q

@@ -49,7 +49,7 @@ def last_dim(x: Any) -> int:
 
 
 def has_shape(x: Any) -> bool:
-    """Whether x's shape is known. The shape of a user's operation's output inside a run is not."""
+    """Return whether x's shape is known. The shape of a user's operation's output inside a run is not."""
     return len(x.shape) > 0 or type(x) is not Edge or x.like is None
 
 
@@ -71,7 +71,8 @@ def check_columns(ops: Iterable[Any], blocks: int) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward or backward hooks. An operation with hooks is called by itself, like any module."""
+    """Return whether a module has forward or backward hooks. An operation with hooks is called by itself, like any
+    module."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -140,11 +141,11 @@ class FusibleOperation(NoTorchScript):
         return ""
 
     def op_starts_run(self) -> bool:
-        """Whether a run that this operation joins begins with it: `op_begin` comes before."""
+        """Return whether a run that this operation joins begins with it: `op_begin` comes before."""
         return False
 
     def op_ends_run(self) -> bool:
-        """Whether a run that this operation joins ends with it: `op_finish` comes after."""
+        """Return whether a run that this operation joins ends with it: `op_finish` comes after."""
         return False
 
     def op_begin(self, x: Any) -> Any:
@@ -157,7 +158,7 @@ class FusibleOperation(NoTorchScript):
 
     def op_column_blocks(self, blocks: int) -> int:
         """Return how many blocks of y's features each rank has a part of, if it has a part of `blocks` blocks of x's: 0
-        if a rank has all features, or if that is unknown. Raises if the operation takes them for other features."""
+        if a rank has all features, or if that is unknown. Raise if the operation takes them for other features."""
         return blocks if self.op_is_elementwise else 0
 
     def op_inside(self, y: Any, *sides: Any) -> Any:
@@ -165,7 +166,7 @@ class FusibleOperation(NoTorchScript):
         raise NotImplementedError
 
     def op_makes_node(self) -> bool:
-        """Whether a call of this operation by itself is a graph node rather than plain torch."""
+        """Return whether a call of this operation by itself is a graph node rather than plain torch."""
         return not self.op_is_legacy
 
     def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
@@ -190,7 +191,7 @@ class FusibleOperation(NoTorchScript):
         return self
 
     def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which a custom operator cannot take."""
+        """Return whether backward needs Python objects, which a custom operator cannot take."""
         return False
 
     def op_run(self, x: Any, *extra_inputs: Any, **kwargs: Any) -> Any:
@@ -204,7 +205,7 @@ class FusibleOperation(NoTorchScript):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        """Whether a stage with this config belongs to this class."""
+        """Return whether a stage with this config belongs to this class."""
         return False
 
     # -- channels --------------------------------------------------------------------------------------------------

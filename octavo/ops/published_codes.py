@@ -21,19 +21,19 @@ RULE = "published codes, which are values only if they are multiplied by their s
 
 
 def are_codes(dtype: torch.dtype | None) -> bool:
-    """Whether a weight of this dtype is codes."""
+    """Return whether a weight of this dtype is codes."""
     return dtype is not None and dtype.itemsize == 1
 
 
 def way_to_values(dtype: torch.dtype) -> str:
-    """Returns the way out for a layer whose weight or bias has a dtype that the layer does not take."""
+    """Return the way out for a layer whose weight or bias has a dtype that the layer does not take."""
     if are_codes(dtype):
         return f"These are {RULE}: assign the values, codes.float() * scales, before the call."
     return "Cast the layer: layer.float()."
 
 
 def unsupported_codes_reason(module: nn.Module, names: Iterable[str], own_forward: bool) -> str:
-    """Returns why a module with these weights cannot be converted; empty if no weight is codes. A forward of the
+    """Return why a module with these weights cannot be converted; empty if no weight is codes. A forward of the
     module's own multiplies codes by the module's scales, also codes that were cast to float32."""
     for name in names:
         dtype, scales = getattr(module, name).dtype, [scale for scale in _scales_of(name) if _has(module, scale)]
@@ -48,7 +48,7 @@ def unsupported_codes_reason(module: nn.Module, names: Iterable[str], own_forwar
 
 
 def refuse_codes(module: nn.Module, names: Sequence[str], state: Mapping[str, Any], prefix: str) -> None:
-    """Raises if a state dict has codes for these weights of a module, or scales of them that the module does not
+    """Raise if a state dict has codes for these weights of a module, or scales of them that the module does not
     have."""
     for name in names:
         known = [*_scales_of(name), *([_INPUT_SCALE] if name == names[0] else [])]
@@ -78,7 +78,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _dequantization(state: Mapping[str, Any], key: str, scales: list[str]) -> str:
-    """Returns the line that makes values of codes in a dict `state`."""
+    """Return the line that makes values of codes in a dict `state`."""
     codes, own = state[key], [scale for scale in scales if scale.startswith(key)]
     if not own:
         return f'state["{key}"] = state["{key}"].float() * scales, by the scales that the checkpoint has for it'
@@ -92,7 +92,7 @@ def _dequantization(state: Mapping[str, Any], key: str, scales: list[str]) -> st
 
 
 def _factor(scale: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    """Returns an expression that brings a scale of a shape to codes of the shape `whole`; empty if there is none."""
+    """Return an expression that brings a scale of a shape to codes of the shape `whole`; empty if there is none."""
     if all(n == 1 for n in shape):
         return scale
     if len(shape) == len(whole) - 1 and shape == whole[:-1]:

@@ -152,7 +152,7 @@ class Quantized(RecipeState):
         return own["weight"], own["bias"] if has_bias else None
 
     def _caches_columns(self, quant: LinearQuant) -> bool:
-        """Whether a cache of the weight has column codes besides row codes."""
+        """Return whether a cache of the weight has column codes besides row codes."""
         return True
 
     def _split_over_ranks(self) -> Parallel | None:
@@ -175,13 +175,13 @@ class Quantized(RecipeState):
         raise NotImplementedError
 
     def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which a custom operator cannot take."""
+        """Return whether backward needs Python objects, which a custom operator cannot take."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return False
         return any([weight.requires_grad for weight in self._weight_parts()])
 
     def _has_weight_hooks(self) -> bool:
-        """Whether a weight has hooks on its gradient."""
+        """Return whether a weight has hooks on its gradient."""
         weights: list[Any] = list(self._weight_parts())
         return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in weights)
 
@@ -317,7 +317,7 @@ class Quantized(RecipeState):
         )  # fmt: skip
 
     def _is_first(self, first: bool | Tensor | None) -> bool:
-        """Whether a call says that it is of the first microbatch."""
+        """Return whether a call says that it is of the first microbatch."""
         if isinstance(first, Tensor):
             raise UnsupportedConfig(
                 f"{self.op_describe()}: fuse_wgrad_accumulation={OVERWRITE_FIRST!r} decides on the host if dw replaces "

@@ -77,7 +77,7 @@ layer = RotaryLayer(Config, Inputs, saved=Saved)
 
 
 def complete(config: Config, grads: Tensors) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The gradients of q, k and v, zeros where one has none; None if none has one."""
+    """Return the gradients of q, k and v, zeros where one has none; None if none has one."""
     like = next((g for g in grads if g is not None), None)
     if like is None:
         return None
@@ -91,7 +91,7 @@ def complete(config: Config, grads: Tensors) -> tuple[Tensor, Tensor, Tensor] | 
 
 
 def shape_of_dx(config: Config, like: Any) -> tuple[int, ...]:
-    """The shape of dx, from the gradient of q, k or v."""
+    """Return the shape of dx, from the gradient of q, k or v."""
     return (*like.shape[:2], (config.heads + 2 * config.shared) * like.shape[3])
 
 

@@ -22,20 +22,20 @@ class RecipeSchedule:
     since: int = 0  # the step from which on the run has had the first recipe; the ones before it are not known
 
     def recipe_at(self, step: int) -> Recipe:
-        """Returns the recipe after a number of steps."""
+        """Return the recipe after a number of steps."""
         return next((recipe for start, recipe in reversed(self.changes) if start <= step), self.first)
 
     def has_ended(self) -> bool:
-        """Whether the recipe stays from now on."""
+        """Return whether the recipe stays from now on."""
         return self.step >= self.changes[-1][0]
 
     def export(self) -> Tensor:
-        """Returns the number of steps, for a checkpoint."""
+        """Return the number of steps, for a checkpoint."""
         return torch.tensor(self.step, device="cpu", dtype=torch.int64)
 
 
 def check_step(found: object, schedule: RecipeSchedule | None, path: str) -> None:
-    """Raises if a checkpoint's number of steps is none, or is one at which the layer at `path` has another recipe."""
+    """Raise if a checkpoint's number of steps is none, or is one at which the layer at `path` has another recipe."""
     name = f"{path}.{STEP}" if path else STEP
     if not isinstance(found, Tensor) or found.shape != () or found.dtype != torch.int64:
         raise UnsupportedShape(f"{name} is an int64 tensor without dims, got {found!r}.")

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class ShardCastLayer(Layer):
-    """Casts the tokens of one rank."""
+    """Cast the tokens of one rank."""
 
     def auxiliary(self, config: Config) -> int:
         return config.parts

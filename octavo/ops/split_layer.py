@@ -66,7 +66,7 @@ class SplitLayer(Quantized):
         return y if bias is None else y + bias.to(y.dtype)
 
     def _agrees_on_x(self) -> bool:
-        """Whether the ranks of a row layer agree on amaxes of x before x is cast."""
+        """Return whether the ranks of a row layer agree on amaxes of x before x is cast."""
         recipe = self._recipe or self._followed(ambient.recipe)
         whole = scales_whole(recipe.linear().fprop.left)
         return whole and (not recipe.stateful or "x" in self._scaling.uncalibrated)

@@ -98,7 +98,7 @@ layer = UnpermuteLayer(Config, Inputs, saved=Saved)
 
 
 def assignments_of(tensors: Any) -> Assignments:
-    """The kernels' assignments, from a tuple with positions and experts."""
+    """Return the kernels' assignments, from a tuple with positions and experts."""
     return Assignments(flat(tensors.positions), None if tensors.experts is None else flat(tensors.experts))
 
 

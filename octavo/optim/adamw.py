@@ -269,7 +269,7 @@ def _named(moments: Moments, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _needs_master(group: dict[str, Any], parameter: Tensor) -> bool:
-    """Whether updates are computed on values that the optimizer keeps."""
+    """Return whether updates are computed on values that the optimizer keeps."""
     if isinstance(parameter, QuantizedWeight):
         if group["master"] == "none":
             check_stochastic(parameter)

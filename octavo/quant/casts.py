@@ -43,7 +43,7 @@ def take_number(spec: "Quantizer") -> None:
 def quantize_pair(
     x: Tensor, row: "Quantizer | None", column: "Quantizer | None", cast_args: "CastArgs", *, one_scale: bool = False
 ) -> QTensorPair:
-    """Quantize x in the orientations that have a quantizer, from one read of x if one kernel serves both. Does not
+    """Quantize x in the orientations that have a quantizer, from one read of x if one kernel serves both. Do not
     check `cast_args`: the caller's tensors go through `cast_checks.checked` first. `one_scale`: see `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
     pair, lead = empty_pair(x, row, column, one_scale=one_scale), column if row is None else row
@@ -72,7 +72,7 @@ def empty_pair(
 
 def fill_pair(x: Tensor, pair: QTensorPair, cast_args: "CastArgs") -> None:
     """Cast the matrix x, or rows in groups, into the orientations of `pair` that are not None, which must fit. Each is
-    cast by its own quantizer, both from one read of x if one kernel serves both. Checks nothing."""
+    cast by its own quantizer, both from one read of x if one kernel serves both. Check nothing."""
     row, column = pair
     lead = column if row is None else row
     if lead is None:

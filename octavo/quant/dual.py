@@ -26,7 +26,7 @@ def row_layout(columns, warps):
 
 @gluon.jit
 def load_tile(x, M, K, stride_m, stride_k, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """x[first_row:, first_column:] as [R, C] in its own dtype; zero outside."""
+    """Return x[first_row:, first_column:] as [R, C] in its own dtype; zero outside."""
     layout: gl.constexpr = row_layout(C, W)
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
@@ -39,7 +39,8 @@ def gather_tile(
     x, gather, M, height, K, stride_m, stride_k, first_row, first_column,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """x[gather[first_row:], first_column:] as [R, C] in its own dtype; zero outside, and where x has no such row."""
+    """Return x[gather[first_row:], first_column:] as [R, C] in its own dtype; zero outside, and where x has no such
+    row."""
     layout: gl.constexpr = row_layout(C, W)
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
@@ -50,13 +51,14 @@ def gather_tile(
 
 @gluon.jit
 def transpose(v, R: gl.constexpr, W: gl.constexpr):
-    """v [R, C] -> its transpose [C, R], laid out like any other tile."""
+    """Return the transpose [C, R] of v [R, C], laid out like any other tile."""
     return gl.convert_layout(gl.permute(v, (1, 0)), row_layout(R, W))
 
 
 @gluon.jit
 def only(values, rows, columns):
-    """The first `rows` and `columns` of values [R, C]; zero elsewhere, whatever an inverse scale of NaN made of it."""
+    """Return the first `rows` and `columns` of values [R, C]; zero elsewhere, whatever an inverse scale of NaN made of
+    it."""
     layout: gl.constexpr = values.type.layout
     is_row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout)) < rows
     is_column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout)) < columns
@@ -65,7 +67,7 @@ def only(values, rows, columns):
 
 @gluon.jit
 def store_codes(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """values [R, C] -> codes[first_row:, first_column:] of a contiguous [M, K]."""
+    """Store values [R, C] to codes[first_row:, first_column:] of a contiguous [M, K]."""
     store_codes_inside(codes, values, M, K, K, first_row, first_column, R, C, W)
 
 
@@ -73,7 +75,8 @@ def store_codes(codes, values, M, K, first_row, first_column, R: gl.constexpr, C
 def store_codes_inside(
     codes, values, M, K, pitch, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """The same where only the first K of `pitch` columns may be written: tiles of what is beside them would overlap."""
+    """Store values as `store_codes` does where only the first K of `pitch` columns may be written: tiles of what is
+    beside them would overlap."""
     layout: gl.constexpr = row_layout(C, W)
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
@@ -103,9 +106,9 @@ _BYTES_APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0
 
 @gluon.jit
 def store_transposed(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Codes values [R, C], transposed -> codes[first_row:, first_column:] of a contiguous [M, K]. They pass through
-    shared memory as pairs of neighbours, in the two bytes that ldmatrix transposes; after that a thread has the pairs
-    of two neighbouring columns, and takes them apart. A version of Triton may compile this wrong for some sizes:
+    """Store codes of values [R, C], transposed, to codes[first_row:, first_column:] of a contiguous [M, K]. They pass
+    through shared memory as pairs of neighbours, in the two bytes that ldmatrix transposes; after that a thread has the
+    pairs of two neighbouring columns, and takes them apart. A version of Triton may compile this wrong for some sizes:
     `octavo.quant.tensorwise.triton.transposes_codes` says for which it was right."""
     left, right = gl.split(gl.reshape(values.to(gl.uint8, bitcast=True), (R, C // 2, 2)))
     pairs = gl.convert_layout(left.to(gl.uint16) | (right.to(gl.uint16) << 8), _pair_layout(C, W))

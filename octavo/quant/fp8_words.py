@@ -22,13 +22,13 @@ _WIDEN = {
 
 @triton.constexpr_function
 def _operands(dtype):
-    """The constraints of one word of codes: the words of four values, then the inverse scale four times."""
+    """Return the constraints of one word of codes: the words of four values, then the inverse scale four times."""
     return ",".join(["=r", *["r"] * (4 if str(dtype) == "fp32" else 2), *["r"] * 4])
 
 
 @triton.constexpr_function
 def _instructions(kind, dtype, show):
-    """The instructions of one word of codes."""
+    """Return the instructions of one word of codes."""
     fmt, half = {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[str(kind)], str(dtype) != "fp32"
     scale = 3 if half else 5  # operands before it: the result, and the words of v
     lines = [".reg .b16 low, high;", ".reg .b32 word, v<4>;", ".reg .f32 p<4>, m;", ".reg .pred is_inf;"]
@@ -55,7 +55,7 @@ def _instructions(kind, dtype, show):
 
 @triton.jit
 def cast(v, s, kind: tl.constexpr, SHOW: tl.constexpr):
-    """Codes of v * s; SHOW tells whether an infinite v stays visible. Every thread holds a multiple of four."""
+    """Return codes of v * s; SHOW tells whether an infinite v stays visible. Every thread holds a multiple of four."""
     asm: tl.constexpr = _instructions(kind, v.dtype, SHOW)
     operands: tl.constexpr = _operands(v.dtype)
     code = tl.inline_asm_elementwise(asm, operands, [v, s], dtype=tl.uint8, is_pure=True, pack=4)

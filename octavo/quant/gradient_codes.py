@@ -8,7 +8,7 @@ from octavo.quant.grouped import GroupedTensor
 
 
 class GradientCodes:
-    """Passes the gradient of a GroupedLinear's y to its backward as codes, such as those that a dispatch sent.
+    """Pass the gradient of a GroupedLinear's y to its backward as codes, such as those that a dispatch sent.
 
     Autograd carries only tensors of values. So the operation after the layer puts its GroupedTensor here and returns a
     stand-in, one NaN that looks like the gradient of y; the layer's backward takes the codes instead of casting. One

@@ -244,7 +244,7 @@ class Quantizer(Value):
         seed: Tensor | None = None,
         column: "Quantizer | None" = None,
     ) -> tuple[QTensor, QTensor]:
-        """Return the codes and scales of x and of its transpose, from one read of x. Raises what `quantize` raises.
+        """Return the codes and scales of x and of its transpose, from one read of x. Raise what `quantize` raises.
 
         Args:
             x: as in `quantize`.
@@ -321,7 +321,7 @@ class Quantizer(Value):
         inverse_scale: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
-        """Quantize x into the memory of an existing QTensor, of a pair, or of a GroupedTensor. Raises what `quantize`
+        """Quantize x into the memory of an existing QTensor, of a pair, or of a GroupedTensor. Raise what `quantize`
         raises.
 
         Args:
@@ -387,14 +387,14 @@ class Quantizer(Value):
         groups: Groups | None,
         source: Tensor | None,
     ) -> AmaxPair:
-        """Return the largest magnitudes of the matrix x, which a two-pass cast takes. Checks nothing. Only a scheme
+        """Return the largest magnitudes of the matrix x, which a two-pass cast takes. Check nothing. Only a scheme
         that `gathers` takes a `source`."""
         more = () if source is None else (source,)
         found: AmaxPair = backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
         return found
 
     def _fill(self, x: Tensor, pair: QTensorPair, cast_args: CastArgs) -> None:
-        """Cast the matrix x into the orientations of `pair` that are not None, which must fit it. Checks nothing."""
+        """Cast the matrix x into the orientations of `pair` that are not None, which must fit it. Check nothing."""
         row, column = pair
         amax, is_given = cast_args.amax, cast_args.inverse_scale is not None
         if self.two_pass and not is_given and amax[0] is None and amax[1] is None:

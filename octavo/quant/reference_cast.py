@@ -1,4 +1,4 @@
-"""Runs a scheme's reference over both orientations of x, and over rows in groups.
+"""Run a scheme's reference over both orientations of x, and over rows in groups.
 
 A scheme's `reference.py` states the bits of one matrix:
 

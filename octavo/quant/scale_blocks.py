@@ -48,8 +48,8 @@ def is_square(block: Block) -> bool:
 
 
 def are_transposed(row: Any, column: Any) -> bool:
-    """Whether column codes are row codes transposed, byte for byte: one quantizer with square blocks, and no rotation
-    along the contraction."""
+    """Return whether column codes are row codes transposed, byte for byte: one quantizer with square blocks, and no
+    rotation along the contraction."""
     return row is not None and row == column and is_square(row.block) and row.basis == ""
 
 

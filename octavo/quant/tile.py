@@ -115,7 +115,7 @@ def rule(spec: FP8Quantizer, ceiling: float = FLOAT32_MAX) -> dict[str, Any]:
 
 @triton.jit
 def tile_index(K, COLUMNS: tl.constexpr):
-    """(tile row, tile column) of this program."""
+    """Return (tile row, tile column) of this program."""
     across = tl.maximum(tl.cdiv(K, COLUMNS), 1)
     pid = tl.program_id(0)
     return pid // across, pid % across
@@ -126,8 +126,9 @@ _ROWS_OF_BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def group_tile(source, live, first_row, M):
-    """(packed row at which a tile begins, packed row at which its group or its block ends, rows of its block that are
-    anybody's), of a tile that begins at a row inside. A tile in use may have no row of its own: its codes are zero."""
+    """Return (packed row at which a tile begins, packed row at which its group or its block ends, rows of its block
+    that are anybody's), of a tile that begins at a row inside. A tile in use may have no row of its own: its codes are
+    zero."""
     block = first_row // _ROWS_OF_BLOCK
     used = tl.load(live + block, mask=first_row < M, other=0)  # of no rows at all there is no block to ask about
     start = tl.load(source + block, mask=first_row < M, other=0)
@@ -136,28 +137,28 @@ def group_tile(source, live, first_row, M):
 
 @triton.jit
 def group_of(owner, first_row):
-    """Whose a tile in use is."""
+    """Return whose a tile in use is."""
     return tl.load(owner + first_row // _ROWS_OF_BLOCK)
 
 
 @triton.jit
 def load_tile(x, M, K, stride_m, stride_k, rows, columns):
-    """x[rows, columns] in its own dtype; zero outside."""
+    """Return x[rows, columns] in its own dtype; zero outside."""
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     return tl.load(x + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
 
 
 @triton.jit
 def named_rows(gather, rows, end, height):
-    """(the row of x that each packed row is, whether x has it), from one load for each row of a tile. No entry past
-    `end` is read."""
+    """Return (the row of x that each packed row is, whether x has it), from one load for each row of a tile. No entry
+    past `end` is read."""
     named = tl.load(gather + rows, mask=rows < end, other=-1)
     return named, (named >= 0) & (named < height)
 
 
 @triton.jit
 def gather_tile(x, gather, end, height, K, stride_m, stride_k, rows, columns):
-    """x[gather[rows], columns] in its own dtype; zero outside, and where x has no such row."""
+    """Return x[gather[rows], columns] in its own dtype; zero outside, and where x has no such row."""
     named, there = named_rows(gather, rows, end, height)
     at = named.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     return tl.load(x + at, mask=there[:, None] & (columns < K)[None, :], other=0.0)
@@ -165,8 +166,8 @@ def gather_tile(x, gather, end, height, K, stride_m, stride_k, rows, columns):
 
 @triton.jit
 def inverse_scale_from(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
-    """(inverse scale, scale back): as inverse_scale_from and decode_scale of octavo.quant.scale compute them. The scale
-    is NaN if amax is Inf or NaN."""
+    """Return (inverse scale, scale back): as inverse_scale_from and decode_scale of octavo.quant.scale compute them.
+    The scale is NaN if amax is Inf or NaN."""
     a = amax
     if EPS > 0:
         a = tl.where(amax < EPS, EPS, amax)  # a NaN passes
@@ -182,14 +183,15 @@ def inverse_scale_from(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.c
 
 @triton.constexpr_function
 def exponent_of(value):
-    """The exponent of the power of two at or below a positive number."""
+    """Return the exponent of the power of two at or below a positive number."""
     return math.frexp(value)[1] - 1
 
 
 @triton.jit
 def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
-    """The same rule in integers, a tenth of the instructions. FP8 maxima are 1.75 * 2^n, so MAX / a has the exponent
-    n - exponent(a), less one where a's mantissa exceeds 1.75; rounding the quotient never carries it further."""
+    """Compute `inverse_scale_from` for powers of two in integers, a tenth of the instructions. FP8 maxima are 1.75 *
+    2^n, so MAX / a has the exponent n - exponent(a), less one where a's mantissa exceeds 1.75; rounding the quotient
+    never carries it further."""
     bits = a.to(tl.int32, bitcast=True)
     n: tl.constexpr = exponent_of(MAX)
     biased = 254 + n - ((bits + 0x1FFFFF) >> 23)  # the sum carries into the exponent above 1.75
@@ -205,14 +207,15 @@ def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
 
 @triton.jit
 def divide(NUMERATOR: tl.constexpr, x):
-    """NUMERATOR / x, correctly rounded."""
+    """Return NUMERATOR / x, correctly rounded."""
     return tl.div_rn(tl.where(x == x, NUMERATOR, NUMERATOR), x)
 
 
 @triton.jit
 def magnitude_bits(v):
-    """|v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max is an
-    amax that keeps NaN. Taken before v is widened, so that the widening stays free to move past a change of layout."""
+    """Return |v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max
+    is an amax that keeps NaN. Taken before v is widened, so that the widening stays free to move past a change of
+    layout."""
     if v.dtype.primitive_bitwidth == 16:
         return v.to(tl.uint16, bitcast=True) & 0x7FFF
     else:
@@ -221,7 +224,7 @@ def magnitude_bits(v):
 
 @triton.jit
 def float_bits(bits, like):
-    """The float32 bits of magnitudes in `magnitude_bits` of a tensor like this one."""
+    """Return the float32 bits of magnitudes in `magnitude_bits` of a tensor like this one."""
     if like.dtype.primitive_bitwidth == 16:
         return bits.to(tl.uint16).to(like.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
     else:
@@ -230,19 +233,20 @@ def float_bits(bits, like):
 
 @triton.jit
 def amax_along(v, axis: tl.constexpr):
-    """Largest magnitude along an axis of v, float32, NaN kept."""
+    """Return the largest magnitude along an axis of v, float32, NaN kept."""
     return float_bits(tl.max(magnitude_bits(v), axis), v).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def amax_bits(v):
-    """float32 bits of the largest magnitude in a tile."""
+    """Return float32 bits of the largest magnitude in a tile."""
     return float_bits(tl.max(tl.max(magnitude_bits(v), 1), 0), v)
 
 
 @triton.jit
 def raise_amax(amax, bits):
-    """*amax = max(*amax, bits), float32 read as integers: the same bits in any order, NaN above all."""
+    """Raise an amax: *amax = max(*amax, bits), float32 read as integers. The bits are the same in any order, NaN above
+    all."""
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 

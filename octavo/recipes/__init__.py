@@ -54,7 +54,7 @@ SHIPPED: tuple[str, ...] = (
 
 
 def recipe(spec: str | Recipe) -> Recipe:
-    """Returns the recipe of a name or of a canonical string.
+    """Return the recipe of a name or of a canonical string.
 
     Args:
         spec: a name ("fp8-current"), a canonical string with settings ("fp8-block(wgrad='bf16')"), or a `Recipe`, which

@@ -1,4 +1,4 @@
-"""bf16: quantizes nothing; operands keep their own dtype. The baseline against which other recipes are measured."""
+"""bf16: no quantization; operands keep their own dtype. The baseline against which other recipes are measured."""
 
 from octavo.recipes.recipe import GemmQuant, LinearQuant, Recipe
 from octavo.values import register

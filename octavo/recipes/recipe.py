@@ -56,7 +56,7 @@ class GemmQuant:
             )
 
     def as_mode(self, mode: str) -> "GemmQuant":
-        """Returns this GEMM in another mode.
+        """Return this GEMM in another mode.
 
         Args:
             mode: "quantized", "high_precision" or "dequantized".
@@ -92,7 +92,7 @@ class LinearQuant:
 
     @property
     def parts(self) -> int:
-        """Counts the tensors of a quantized x: codes, scale, and a global scale in two-level schemes."""
+        """The number of tensors of a quantized x: codes, scale, and a global scale in two-level schemes."""
         return 3 if self.fprop.left is not None and self.fprop.left.two_level else 2
 
     @property
@@ -115,7 +115,7 @@ class LinearQuant:
         dy: tuple[Quantizer, Quantizer],
         fast: tuple[str, ...] = (),
     ) -> "LinearQuant":
-        """Returns the three GEMMs from the quantizers of each tensor. `Recipe.gemms` of a recipe of yours calls it.
+        """Return the three GEMMs from the quantizers of each tensor. `Recipe.gemms` of a recipe of yours calls it.
 
         Args:
             x: the quantizers of x for fprop, contracted over in_features, and for wgrad, contracted over tokens.
@@ -195,7 +195,7 @@ class Recipe(Value):
         raise NotImplementedError(f"{type(self).__name__} must define gemms() -> LinearQuant")
 
     def linear(self) -> LinearQuant:
-        """Returns the three GEMMs of the recipe, with the overrides applied: all that a layer sees of a recipe.
+        """Return the three GEMMs of the recipe, with the overrides applied: all that a layer sees of a recipe.
 
         Returns:
             A quantizer for each operand of fprop, dgrad and wgrad, their accumulation and mode.
@@ -260,7 +260,7 @@ def check_gemm_names(names: object, *, what: str) -> None:
 
 
 def check_length(text: str) -> None:
-    """Raises if a recipe's string is far longer than any recipe needs."""
+    """Raise if a recipe's string is far longer than any recipe needs."""
     if len(text) > LONGEST:
         raise UnsupportedConfig(
             f"A recipe's string has at most {LONGEST} characters, got {len(text)}: {excerpt(text)!r}. "

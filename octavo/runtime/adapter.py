@@ -4,7 +4,7 @@ from octavo.runtime.contract import Layer
 
 
 class Adapter(Layer):
-    """Wraps a layer. Members that a subclass does not define are the wrapped layer's."""
+    """Wrap a layer. Members that a subclass does not define are the wrapped layer's."""
 
     def __init__(self, layer: Layer) -> None:
         for name in dir(layer):

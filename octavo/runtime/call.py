@@ -16,9 +16,9 @@ from octavo.runtime.stage import Stage as Stage
 
 
 def takes_nodes(operations: Sequence[Any] = ()) -> bool:
-    """Whether a call of these operations runs as nodes of a graph: while a compiler traces, and where a mode watches
-    operators. A backward that holds Python objects cannot be a node, and a node cannot write to tensors that hooks keep
-    elsewhere: a mode does not see such calls."""
+    """Return whether a call of these operations runs as nodes of a graph: while a compiler traces, and where a mode
+    watches operators. A backward that holds Python objects cannot be a node, and a node cannot write to tensors that
+    hooks keep elsewhere: a mode does not see such calls."""
     if torch.compiler.is_compiling():
         return True
     return dispatch_depth() > 0 and not moves_saved_tensors() and not any([op.op_holds_objects() for op in operations])

@@ -110,8 +110,8 @@ def find(decided: tuple[Any, ...], tensors: Sequence[Tensor]) -> Hit | None:
 
 
 def _is_hit(hit: Hit, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call that was decided as the hit's, but for its tensors, may run the hit's recording. All guards are
-    here, but for those that `decided` has: the settings of the operation, its recipe, modes of the module and of
+    """Return whether a call that was decided as the hit's, but for its tensors, may run the hit's recording. All guards
+    are here, but for those that `decided` has: the settings of the operation, its recipe, modes of the module and of
     autograd, and calls with anything unusual, which make no `decided` at all."""
     if hit.repeats:  # torch's guards refuse a tensor that is given twice
         if not all([tensors[i] is tensors[first] for i, first in hit.repeats]):
@@ -177,14 +177,15 @@ def key_of(decided: tuple[Any, ...], tensors: Sequence[Tensor], fixed: bool = Fa
 
 
 def _repeats(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The places of each tensor that is given again, and of its first occurrence: a recording has one name for both."""
+    """Return the places of each tensor that is given again, and of its first occurrence: a recording has one name for
+    both."""
     first: dict[int, int] = {}
     places = [first.setdefault(id(t), i) for i, t in enumerate(tensors)]
     return tuple([(i, place) for i, place in enumerate(places) if i != place])
 
 
 def _ends(tensors: Sequence[Tensor]) -> list[int]:
-    """The last four bits of each address."""
+    """Return the last four bits of each address."""
     return list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS))
 
 
@@ -204,12 +205,12 @@ def _note(hit_key: tuple[Any, ...], recording: _Recording, tensors: Sequence[Ten
 
 
 def _autocast_dtype(place: _Place) -> torch.dtype | None:
-    """The dtype to which torch.autocast casts on this device; None where it is off."""
+    """Return the dtype to which torch.autocast casts on this device; None where it is off."""
     return torch.get_autocast_dtype(place.kind) if torch.is_autocast_enabled(place.kind) else None
 
 
 def _is_recordable(place: _Place) -> bool:
-    """Whether a call launches kernels on this device, with no mode between them and the tensors."""
+    """Return whether a call launches kernels on this device, with no mode between them and the tensors."""
     device, kind, number = place
     if kind not in DEVICES or dispatch_depth():
         return False
@@ -229,7 +230,7 @@ def _is_recordable(place: _Place) -> bool:
 
 
 def _functions_are_watched() -> bool:
-    """Whether a mode watches functions, other than a default device."""
+    """Return whether a mode watches functions, other than a default device."""
     modes = range(function_depth())
     return any([type(function_mode(i)) is not DeviceContext for i in modes])
 

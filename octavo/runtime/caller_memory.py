@@ -1,4 +1,4 @@
-"""Tracks values that lie in the caller's memory (`out`, `dgrad_out`), and later writes to that memory.
+"""Track values that lie in the caller's memory (`out`, `dgrad_out`), and later writes to that memory.
 
 Such a value has a version of its own, since slices of one allocation must not disturb each other. Autograd therefore
 does not see when its memory is written to again; this module tells it.

@@ -33,7 +33,7 @@ class Fields(tuple[Any, ...]):
 
 
 def stage_inputs(config: Config, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of each stage, without its x."""
+    """Return the inputs of each stage, without its x."""
     return [make((None, *inputs[span])) for make, span in zip(config.named_inputs, config.input_spans, strict=True)]
 
 
@@ -44,12 +44,12 @@ class ChainLayer(Layer):
         return any(config.active)
 
     def out_place(self, config: Config) -> int | None:
-        """The place of the last stage's memory for y."""
+        """Return the place of the last stage's memory for y."""
         place = config.layers[-1].out_place(config.stages[-1])
         return None if place is None else config.input_spans[-1].start + place - 1
 
     def gradients_in_buffers(self, config: Config) -> dict[int, int]:
-        """The buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
+        """Return the buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
         gradient_buffers: dict[int, int] = config.layers[0].gradients_in_buffers(config.stages[0])
         return gradient_buffers
 
@@ -158,8 +158,8 @@ class ChainLayer(Layer):
         )
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:
-        """Gradients that stages pass on unchanged: those of inputs that are added to the chain's value, and x's if all
-        stages pass it on."""
+        """Return gradients that stages pass on unchanged: those of inputs that are added to the chain's value, and x's
+        if all stages pass it on."""
         # the holder of the gradient that arrives at a stage: an output (-1), an input, or none yet
         holder: int | None = -1
         passed: dict[int, int] = {}
@@ -245,7 +245,7 @@ layer = ChainLayer(Config, Fields, buffers=Fields)
 
 
 def _run_step(config: Config, step: ChainStep, stages: list[Any], made: list[Any]) -> list[ForwardResult]:
-    """The results of the stages of one step, from their inputs and the results of the stages before."""
+    """Return the results of the stages of one step, from their inputs and the results of the stages before."""
     name, first, last = step
     if config.routes:
         _connect(config, stages, made, first, last)
@@ -259,7 +259,7 @@ def _run_step(config: Config, step: ChainStep, stages: list[Any], made: list[Any
 
 
 def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
-    """The inputs of each stage, and its results."""
+    """Return the inputs of each stage, and its results."""
     stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
     for step in config.steps:
@@ -270,7 +270,7 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Forward
 
 
 def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
-    """The inputs of each stage, and its results, without data."""
+    """Return the inputs of each stage, and its results, without data."""
     stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
     for i, (layer, stage) in enumerate(config.pairs):
@@ -285,7 +285,7 @@ def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], l
 
 
 def _of_operation(config: Config, stage: int, error: Miscounted) -> RuntimeError:
-    """The error, with the number of the operation that it is about."""
+    """Return the error, with the number of the operation that it is about."""
     return RuntimeError(f"Operation {config.begin + stage}: {error}")
 
 
@@ -298,7 +298,7 @@ def _connect(config: Config, stages: list[Any], made: list[ForwardResult], first
 
 
 def side_output(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
-    """A side output of a stage. For a fork it is x, since the output itself may be a token."""
+    """Return a side output of a stage. For a fork it is x, since the output itself may be a token."""
     return outputs[0] if config.forks[stage] else outputs[1 + k]
 
 
@@ -331,7 +331,7 @@ def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> For
 
 
 def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:
-    """The side outputs of each stage, from the chain's results. None for one that was not kept."""
+    """Return the side outputs of each stage, from the chain's results. None for one that was not kept."""
     loose = dict(zip(config.loose, made.intermediates[len(config.stages) - 1 :], strict=False))
     sides = []
     for i, span in enumerate(config.chain_output_spans):
@@ -341,7 +341,7 @@ def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:
 
 
 def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
-    """x of each stage, and then y, from the chain's results. None for one that was not kept."""
+    """Return x of each stage, and then y, from the chain's results. None for one that was not kept."""
     values = [x]
     for i in range(len(config.stages) - 1):
         if config.forks[i]:
@@ -373,7 +373,7 @@ def _refuse_out_over_saved(out: Tensor, saved: Sequence[Tensor | None]) -> None:
 def _step_back(
     config: Config, step: ChainStep, saved: list[Any], buffers: list[Any], dys: list[Any], writes: Writes
 ) -> list[Tensors]:
-    """The gradients of the stages of one step."""
+    """Return the gradients of the stages of one step."""
     name, first, last = step
     if name:
         grads: list[Any] = LAYERS[name].step_backward(config.stages[first:last], saved, buffers, dys, writes)
@@ -401,12 +401,12 @@ def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any,
 
 
 def _no_gradients(config: Config) -> list[tuple[Any, ...]]:
-    """None for each input of each stage."""
+    """Return None for each input of each stage."""
     return [(None,) * (1 + n) for n in config.fields]
 
 
 def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """One gradient for each input of the chain."""
+    """Return one gradient for each input of the chain."""
     for consumer, field in config.inside:
         own = found[consumer]
         found[consumer] = (*own[:field], None, *own[field + 1 :])
@@ -414,7 +414,7 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
-    """The gradients of a stage's side outputs."""
+    """Return the gradients of a stage's side outputs."""
     if not config.side_counts[stage]:
         return []
     sums = []
@@ -425,7 +425,7 @@ def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: lis
 
 
 def _side_terms(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """The terms of each side output's gradient: the one from outside of the chain, then those from inside."""
+    """Return the terms of each side output's gradient: the one from outside of the chain, then those from inside."""
     from_outside = dict(zip(config.chain_outputs[stage], grads[config.chain_output_spans[stage]], strict=True))
     return [
         [from_outside.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]

@@ -118,7 +118,7 @@ class Layer:
         return {}
 
     def out_place(self, config: Any) -> int | None:
-        """The place among the inputs of the caller's memory for y; None if the layer takes none."""
+        """Return the place among the inputs of the caller's memory for y; None if the layer takes none."""
         return None
 
     def deferrable_gradients(self, config: Any) -> dict[int, "Deferral"]:
@@ -126,29 +126,29 @@ class Layer:
         return {}
 
     def has_backward(self, config: Any) -> bool:
-        """Whether backward has anything to do, which may be a write to a buffer alone."""
+        """Return whether backward has anything to do, which may be a write to a buffer alone."""
         return any(self.wants(config))
 
     # -- how many tensors there are ------------------------------------------------------------------------------------
 
     def outputs(self, config: Any) -> int:
-        """The number of outputs: y and the side outputs."""
+        """Return the number of outputs: y and the side outputs."""
         return 1
 
     def auxiliary(self, config: Any) -> int:
-        """The number of auxiliary outputs."""
+        """Return the number of auxiliary outputs."""
         return 0
 
     def intermediates_size(self, config: Any) -> int:
-        """The number of intermediates, with those that are None."""
+        """Return the number of intermediates, with those that are None."""
         return len(self.Intermediates._fields)
 
     def saved_size(self, config: Any) -> int:
-        """The number of saved tensors, with those that are None."""
+        """Return the number of saved tensors, with those that are None."""
         return len(self.Saved._fields)
 
     def buffers_size(self, config: Any) -> int:
-        """The number of buffers, with those that are None."""
+        """Return the number of buffers, with those that are None."""
         return len(self.Buffers._fields)
 
     def inputs_of(self, config: Any, fields: Sequence[Any]) -> Any:
@@ -158,35 +158,35 @@ class Layer:
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     def graph_buffers(self, config: Any, *fields: Any) -> Any:
-        """The buffers, from the tensors that a graph passes along: one for each field of Buffers."""
+        """Return the buffers, from the tensors that a graph passes along: one for each field of Buffers."""
         return self.Buffers._make(fields)
 
     def keeps_state(self, config: Any) -> bool:
-        """Whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes. If so,
-        a user's fused operation cannot replace the layer."""
+        """Return whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes.
+        If so, a user's fused operation cannot replace the layer."""
         return False
 
     def fills(self, config: Any) -> bool:
-        """Whether backward writes to tensors that forward made."""
+        """Return whether backward writes to tensors that forward made."""
         return False
 
     def flat_places(self, config: Any) -> tuple[int, ...]:
-        """The places among the intermediates that are scales. A graph has them flat: the size of a scale with two dims
-        is specialised for small batches."""
+        """Return the places among the intermediates that are scales. A graph has them flat: the size of a scale with
+        two dims is specialised for small batches."""
         return tuple(self.Intermediates._fields.index(name) for name in self.scales)
 
     def decided_by_layout(self, config: Any, side: str) -> bool:
-        """Whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) determine all launches
-        of "forward" or "backward". They do not where a user's code takes part, or where launches depend on which
-        tensors of the caller overlap or are adjacent in memory."""
+        """Return whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) determine all
+        launches of "forward" or "backward". They do not where a user's code takes part, or where launches depend on
+        which tensors of the caller overlap or are adjacent in memory."""
         return True
 
     def flops(self, config: Any, inputs: Any) -> int:
-        """Floating-point operations of forward's GEMMs."""
+        """Return floating-point operations of forward's GEMMs."""
         return 0
 
     def gradient_flops(self, config: Any, saved: Any, *grads: Any) -> int:
-        """Floating-point operations of backward's GEMMs."""
+        """Return floating-point operations of backward's GEMMs."""
         return 0
 
     # -- eager mode ----------------------------------------------------------------------------------------------------
@@ -213,15 +213,17 @@ class WeightLayer(Layer):
     """A layer with a weight that recipes quantize: the weight may arrive as codes, and dw may be computed later."""
 
     def abstract_weight(self, config: Any, weight: Any) -> tuple[Any, Any]:
-        """Row and column codes of a weight, without data; None for an orientation that the recipe does not use."""
+        """Return row and column codes of a weight, without data; None for an orientation that the recipe does not
+        use."""
         raise NotImplementedError
 
     def weight_codes(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """The QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in it."""
+        """Return the QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in
+        it."""
         raise NotImplementedError
 
     def weight_values(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The weight that row codes stand for."""
+        """Return the weight that row codes stand for."""
         raise NotImplementedError
 
     def refresh(self, config: Any, cast: WeightCast) -> None:
@@ -229,8 +231,8 @@ class WeightLayer(Layer):
         raise NotImplementedError
 
     def deferred_operands(self, config: Any, tensors: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
-        """The operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x is
-        given where the graph made no codes of it."""
+        """Return the operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x
+        is given where the graph made no codes of it."""
         raise NotImplementedError
 
     def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
@@ -240,7 +242,7 @@ class WeightLayer(Layer):
 
 
 class FusedStep(Protocol):
-    """Runs several stages of a chain at once: forward, backward or both. Where a function is None, each stage runs its
+    """Run several stages of a chain at once: forward, backward or both. Where a function is None, each stage runs its
     own. The functions are those of a layer, with a list in place of each argument. A
     `octavo.fusion.rule.FusedOperation` that defines them is a FusedStep."""
 

@@ -17,12 +17,12 @@ from octavo.quant.quantizer import Quantizer
 
 
 def dy_buffer_count(spec: Quantizer | None) -> int:
-    """The number of buffers for dy, whose columns `spec` quantizes."""
+    """Return the number of buffers for dy, whose columns `spec` quantizes."""
     return 1 if spec is None else 4 if spec.two_level else 3
 
 
 def abstract_dy_buffers(q: QProto, rows: int, y: TensorProto) -> tuple[TensorProto, ...]:
-    """Buffers for column codes like q, of a dy with that many rows."""
+    """Return buffers for column codes like q, of a dy with that many rows."""
     scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
     level2 = () if q.global_scale is None else (q.global_scale,)
     return (q.codes, scale, *level2, TensorProto((rows, 0), y.dtype, y.device))
@@ -40,7 +40,8 @@ _CODE, _CODES = 0xA5, 16
 
 
 def unfilled_dy_buffers(protos: Sequence[TensorProto]) -> tuple[Tensor, ...]:
-    """The buffers, NaN until backward fills them: a dw computed without a backward must not look like a gradient."""
+    """Return the buffers, NaN until backward fills them: a dw computed without a backward must not look like a
+    gradient."""
     buffers = tuple(p.empty() for p in protos)
     for integers, number in _marks(buffers):
         integers.fill_(number)
@@ -48,13 +49,13 @@ def unfilled_dy_buffers(protos: Sequence[TensorProto]) -> tuple[Tensor, ...]:
 
 
 def are_unfilled(buffers: Sequence[Tensor]) -> Tensor | None:
-    """Whether no backward has filled the buffers, on their device; None where there is nothing to fill."""
+    """Return whether no backward has filled the buffers, on their device; None where there is nothing to fill."""
     found = [(integers == number).all() for integers, number in _marks(buffers)]
     return torch.stack(found).all() if found else None
 
 
 def _marks(buffers: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """The parts of the buffers that tell whether they were filled, as integers, and what they are until then."""
+    """Return the parts of the buffers that tell whether they were filled, as integers, and what they are until then."""
     scales = [t for t in (buffers[1:] or buffers) if t.numel()]
     marks = []
     for scale in scales:

@@ -8,7 +8,7 @@ NOT_IN_GRAPHS = ("checkpoints", "cli", "demo", "distributed", "integrations", "m
 
 
 def digest(root: Path) -> str:
-    """Eight hex digits of every source file of the package that a node's result may depend on."""
+    """Return eight hex digits of every source file of the package that a node's result may depend on."""
     hashed = hashlib.sha256()
     for room in NOT_IN_GRAPHS:
         if not (root / room).is_dir():

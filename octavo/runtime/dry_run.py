@@ -1,4 +1,4 @@
-"""Runs users' functions on tensors without data, to learn what they return."""
+"""Run users' functions on tensors without data, to learn what they return."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +21,7 @@ class Miscounted(RuntimeError):
 
 
 def without_data() -> Any:
-    """A context in which new tensors have no data."""
+    """Return a context in which new tensors have no data."""
     return FakeTensorMode() if active_fake_mode() is None else nullcontext()
 
 
@@ -71,5 +71,5 @@ def _is_about_values(error: Any) -> bool:
 
 
 def _values_asked_for() -> int:
-    """The number of the compiler's symbols for unknown values, such as sizes, that no tensor has yet."""
+    """Return the number of the compiler's symbols for unknown values, such as sizes, that no tensor has yet."""
     return len(getattr(getattr(active_fake_mode(), "shape_env", None), "pending_fresh_unbacked_symbols", ()))

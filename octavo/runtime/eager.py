@@ -400,7 +400,7 @@ def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 class _Twice(torch.autograd.Function):
-    """Returns gradients unchanged. It takes the tensors that they depend on, so that every second backward comes
+    """Return gradients unchanged. It takes the tensors that they depend on, so that every second backward comes
     here."""
 
     @staticmethod

@@ -55,7 +55,7 @@ class Target:
         self._loose: Tensor | None = None
 
     def open(self, rows: int, columns: int) -> Tensor:
-        """The buffers as [rows, columns], to write to or add to."""
+        """Return the buffers as [rows, columns], to write to or add to."""
         matrix, self._loose = open_buffers(self.buffers, rows, columns)
         return matrix
 
@@ -75,7 +75,7 @@ class LazyTarget:
         raise NotImplementedError
 
     def is_there(self) -> bool:
-        """Whether the target can be looked up in advance, without allocating it."""
+        """Return whether the target can be looked up in advance, without allocating it."""
         raise NotImplementedError
 
     def done(self) -> None:
@@ -94,9 +94,9 @@ class LazyTarget:
 
 
 def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view. Where they
-    are not adjacent in memory, or a weight is frozen, both results are a matrix of zeros, which `spread` adds or copies
-    to the buffers."""
+    """Return gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view.
+    Where they are not adjacent in memory, or a weight is frozen, both results are a matrix of zeros, which `spread`
+    adds or copies to the buffers."""
     each = rows // len(buffers)
     parts = [gradient_matrix(t, each, columns) for t in buffers if not is_nothing(t)]
     if len(buffers) == 1 and parts:
@@ -118,7 +118,7 @@ def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Te
 
 
 def nothing(device: torch.device) -> Tensor:
-    """A placeholder for the buffer of a frozen weight."""
+    """Return a placeholder for the buffer of a frozen weight."""
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
@@ -140,7 +140,7 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
 
 
 def gradient_matrix(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    """A weight's gradient buffer as [rows, columns], a view."""
+    """Return a weight's gradient buffer as [rows, columns], a view."""
     if buffer.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {_described(buffer)}.")
     if buffer.numel() != rows * columns:

@@ -134,7 +134,7 @@ class NodeCall:
             keep(tensors[at], None, task)
 
     def written_by_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors of `octavo::run_bwd` that it may write to."""
+        """Return the tensors of `octavo::run_bwd` that it may write to."""
         return tuple(tensors if self.fills else tensors[: self.written])
 
     def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
@@ -143,11 +143,11 @@ class NodeCall:
         return list(kept.unpack(rest)), tuple(rest[kept.count :])
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
-        """The layer's inputs, from the head of the list."""
+        """Return the layer's inputs, from the head of the list."""
         return self.layer.Inputs._make(self.presence.unpack(tensors))
 
     def inputs_into(self, tensors: Sequence[Any], out: Tensor) -> Any:
-        """The layer's inputs, with the caller's memory for y."""
+        """Return the layer's inputs, with the caller's memory for y."""
         fields = list(self.presence.unpack(tensors))
         at = self.layer.out_place(self.config)
         assert at is not None
@@ -170,11 +170,11 @@ class NodeCall:
             refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
-        """The gradients that backward's node returns: none that is another's, or lies in a buffer."""
+        """Return the gradients that backward's node returns: none that is another's, or lies in a buffer."""
         return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
 
     def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
-        """The layer's buffers, from the head of the list."""
+        """Return the layer's buffers, from the head of the list."""
         return self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
 
     @cached_property
@@ -241,7 +241,7 @@ def _call_directly() -> None:
 
 
 def _makes_intermediates(call: str) -> bool:
-    """Whether no result of a forward node is a part of other memory, as a user's operation may return one."""
+    """Return whether no result of a forward node is a part of other memory, as a user's operation may return one."""
     return node_call(call).is_cached["forward"]
 
 
@@ -281,7 +281,7 @@ def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) ->
 
 
 def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int:
-    """Save what the layer's `save` chooses out of the inputs and forward's results. Returns the number of outputs."""
+    """Save what the layer's `save` chooses out of the inputs and forward's results. Return the number of outputs."""
     parsed = node_call(call)
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     rest = iter(made)
@@ -394,7 +394,7 @@ def _define_into(name: str, places: int) -> Any:
 
 
 def _in_places(made: ForwardResult, out: Tensor, places: int) -> tuple[Tensor, ...]:
-    """Auxiliary outputs and intermediates, with empty tensors in the places that are left."""
+    """Return auxiliary outputs and intermediates, with empty tensors in the places that are left."""
     found = _listed(made._replace(outputs=()))
     return (*found, *[out.new_empty(0) for _ in range(places - len(found))])
 
@@ -434,7 +434,7 @@ _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_s
 
 
 def _call_string(stage: Stage, x: Any, tensors: list[Tensor]) -> str:
-    """The string of a call, whose inputs and buffers are added to `tensors`."""
+    """Return the string of a call, whose inputs and buffers are added to `tensors`."""
     presence = pack((x, *stage.inputs), tensors)
     call = DIGEST + "|" + stage.name + "|" + presence + "|" + pack(stage.buffers, tensors) + "|" + stage.key
     if why := _unsupported_reason():
@@ -443,7 +443,7 @@ def _call_string(stage: Stage, x: Any, tensors: list[Tensor]) -> str:
 
 
 def run(stage: Stage, x: Any) -> list[Tensor]:
-    """Run one call as one node of the graph being traced. Returns outputs, auxiliary outputs and intermediates."""
+    """Run one call as one node of the graph being traced. Return outputs, auxiliary outputs and intermediates."""
     tensors: list[Tensor] = []
     call = _call_string(stage, x, tensors)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
@@ -498,7 +498,7 @@ def run_into(stage: Stage, x: Any, out: Tensor, shape: tuple[int, ...]) -> list[
 
 @while_tracing
 def _into_chain(key: str) -> str:
-    """The operator that has a place for each tensor that this chain makes."""
+    """Return the operator that has a place for each tensor that this chain makes."""
     config = chain.layer.config(key)
     count = chain.layer.auxiliary(config) + chain.layer.intermediates_size(config)
     found = next((name for name, places in INTO.items() if count <= places), None)
@@ -534,7 +534,7 @@ def sac_save_ops() -> tuple[Callable[..., Any], ...]:
 
 @while_tracing
 def _unsupported_reason() -> str:
-    """The reason why this tracer cannot record a layer; empty if it can."""
+    """Return the reason why this tracer cannot record a layer; empty if it can."""
     if torch.onnx.is_in_onnx_export():
         return (
             "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "

@@ -19,12 +19,12 @@ CODES = re.compile(r"ByteTensor|Float8|Float4")
 
 
 def versions_of(operands: Iterable[Any]) -> tuple[int, ...]:
-    """The versions of those of the operands that are plain tensors, which may be the caller's own memory."""
+    """Return the versions of those of the operands that are plain tensors, which may be the caller's own memory."""
     return tuple([t._version for t in operands if isinstance(t, Tensor)])
 
 
 def title_of(owner: Any, layer: Any) -> str:
-    """A name for the layer of a call: its module's, or else its kind."""
+    """Return a name for the layer of a call: its module's, or else its kind."""
     kind = layer.Config.registered_name.replace("-", " ")
     article = "An" if kind[0] in "aeiou" else "A"
     return f"{article} {kind} layer" if owner is None else str(owner.op_describe())

@@ -57,7 +57,8 @@ class KeptGradients:
         self.deferred = deferred
 
     def serve(self, dys: Tensors, inputs: Sequence[int]) -> bool:
-        """Whether the gradients of these inputs are here, for a backward with these very gradients of the outputs."""
+        """Return whether the gradients of these inputs are here, for a backward with these very gradients of the
+        outputs."""
         there = [i in self.gradients or i in self.deferred for i in inputs]
         same = len(dys) == len(self.dys) and all([mine is dy for mine, dy in zip(self.dys, dys, strict=True)])
         return all(there) and same and versions_of(dys) == self.versions

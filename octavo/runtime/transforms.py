@@ -1,4 +1,4 @@
-"""Refuses the transforms that layers do not support: torch.func's, forward-mode AD, batches of gradients."""
+"""Refuse the transforms that layers do not support: torch.func's, forward-mode AD, batches of gradients."""
 
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ def check_transforms(tensors: Any) -> None:
 
 
 def why_active() -> str:
-    """The reason why a layer does not run in the active torch.func transforms; empty if none is active."""
+    """Return the reason why a layer does not run in the active torch.func transforms; empty if none is active."""
     found = _active()
     rows = " Leading dims of x are rows, and need no vmap." if "vmap" in found else ""
     return _sentence(f"torch.func ({', '.join(found)})") + rows if found else ""
@@ -54,5 +54,5 @@ def _sentence(what: str) -> str:
 
 
 def _active() -> list[str]:
-    """Names of torch.func's transforms, the innermost last."""
+    """Return names of torch.func's transforms, the innermost last."""
     return [transform.key().name.lower() for transform in transforms() or ()]

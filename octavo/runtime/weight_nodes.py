@@ -70,7 +70,7 @@ def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Ten
 
 
 def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The values that the row codes of a weight stand for."""
+    """Return the values that the row codes of a weight stand for."""
     found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
     return found
 
@@ -98,6 +98,7 @@ ANCHOR = torch.ops.octavo.anchor.default
 
 
 def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """A one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to them."""
+    """Return a one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to
+    them."""
     found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
     return found

@@ -96,7 +96,7 @@ class RunningAmaxes(NamedTuple):
 
 
 def part_of(place: int, is_measured: bool) -> slice:
-    """The slice of `scaling` that is an operand's part."""
+    """Return the slice of `scaling` that is an operand's part."""
     return slice(place, None, 3) if is_measured else slice(place, place + 1)
 
 
@@ -108,7 +108,7 @@ def cast_args(
     running_amax: Tensor | None,
     seed: Tensor | None = None,
 ) -> CastArgs:
-    """The arguments of a cast by a pair of quantizers. A measured operand of which no part has seen an amax is
+    """Return the arguments of a cast by a pair of quantizers. A measured operand of which no part has seen an amax is
     scaled by its own. If scaling is not delayed: the seed, for stochastic rounding."""
     if not part:
         return CastArgs(seed=seed)
@@ -140,7 +140,7 @@ def _halves(buffer: Tensor) -> Parts:
 
 
 class DelayedScaling:
-    """Tracks the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
+    """Track the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
     tensor of its own."""
 
     _last_views: _Views | None = None  # of the buffers, at the last call; a class attribute for layers from older files
@@ -165,7 +165,7 @@ class DelayedScaling:
                 "all_reduced_number": 0}  # fmt: skip
 
     def unsupported_reason(self, recipe: Recipe) -> str:
-        """The reason why this memory cannot follow a recipe; empty if it can."""
+        """Return the reason why this memory cannot follow a recipe; empty if it can."""
         if self.recipe is None or self.recipe == recipe:
             return ""
         return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
@@ -254,7 +254,7 @@ class DelayedScaling:
         return True
 
     def of_weight(self, layer: Any, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Delayed scaling's arguments of a weight's cast: amaxes to raise, and w's inverse scales."""
+        """Return delayed scaling's arguments of a weight's cast: amaxes to raise, and w's inverse scales."""
         running = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["running_amax"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
@@ -264,7 +264,7 @@ class DelayedScaling:
     # -- a checkpoint --------------------------------------------------------------------------------------------------
 
     def export(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Copies of the memory, by the names that a checkpoint has for them. Lent inverse scales stay out of it:
+        """Return copies of the memory, by the names that a checkpoint has for them. Lent inverse scales stay out of it:
         `restore` lends them again."""
         found: dict[str, Tensor] = {}
         for direction in DIRECTIONS if self.recipe is not None else ():
@@ -316,7 +316,7 @@ class DelayedScaling:
             self.say_unrestored()
 
     def is_late(self) -> bool:
-        """Whether a step is overdue, and no warning was given yet."""
+        """Return whether a step is overdue, and no warning was given yet."""
         return not self.said and (self._updates >= 2 or self._forwards >= PATIENCE)
 
     def stepped(self) -> None:
@@ -353,8 +353,8 @@ class DelayedScaling:
             self._asked, self._steps = self._asked + "".join(more), 0
 
     def looks(self) -> bool:
-        """Whether to ask the device after this step. A layer may measure what never comes (a gradient of an output that
-        is not used), and the host waits for each answer."""
+        """Return whether to ask the device after this step. A layer may measure what never comes (a gradient of an
+        output that is not used), and the host waits for each answer."""
         if not self.uncalibrated:
             return False
         self._steps += 1
@@ -382,7 +382,7 @@ def say_late() -> None:
 
 
 def _will_be_late(module: Any) -> bool:
-    """Whether a step will be overdue at the module's next forward."""
+    """Return whether a step will be overdue at the module's next forward."""
     scaling, weight = module._scaling, module._parameters.get(module._names_of_weights()[0])
     version = None if weight is None or weight.is_inference() else weight._version
     moved = scaling._version is not None and version != scaling._version
@@ -390,7 +390,7 @@ def _will_be_late(module: Any) -> bool:
 
 
 def _cast(recipe: Delayed) -> str:
-    """Letters of the operands that a recipe casts."""
+    """Return letters of the operands that a recipe casts."""
     quant = recipe.linear()
     pairs = (
         (quant.fprop.left, quant.wgrad.right),

@@ -146,7 +146,7 @@ class DelayedState:
         self.running_amax[slot].copy_(torch.maximum(self.running_amax[slot], amax.view(())))
 
     def update(self, *, algorithm: str = "max", margin: int = 0) -> None:
-        """Ends the step: moves each slot's amax into its window and derives the new inverse scales.
+        """End the step: move each slot's amax into its window and derive the new inverse scales.
 
         A slot that observed nothing, or only zeros, keeps its window and inverse scale. So does one that observed Inf
         or NaN, which is counted in `nonfinite`.
@@ -330,7 +330,7 @@ def calibrated_inverse_scale(
 
 
 def lend(states: Sequence[DelayedState], slots: int) -> None:
-    """Gives slots that have seen no amax the smallest inverse scale of those that have, among each `slots` slots in a
+    """Give slots that have seen no amax the smallest inverse scale of those that have, among each `slots` slots in a
     row: those of one operand of several experts. An expert's first tokens are then cast without being measured."""
     head, inverse_scale = (
         torch.cat([getattr(s, name) for s in states]).view(-1, slots) for name in ("head", "inverse_scale")
@@ -344,7 +344,7 @@ def lend(states: Sequence[DelayedState], slots: int) -> None:
 def update_all(
     states: Sequence[DelayedState], *, algorithm: str = "max", margin: int = 0, sharing: Sequence[int] = ()
 ) -> None:
-    """Updates many states of one window length and device at once, in a fixed number of launches. `sharing` has for
+    """Update many states of one window length and device at once, in a fixed number of launches. `sharing` has for
     each state how many slots in a row `lend` inverse scales to each other, 1 where they do not."""
     if not states:
         return

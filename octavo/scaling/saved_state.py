@@ -1,4 +1,4 @@
-"""Checks a layer's state from a checkpoint, before any of it is written."""
+"""Check a layer's state from a checkpoint, before any of it is written."""
 
 from collections.abc import Mapping
 

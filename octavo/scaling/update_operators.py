@@ -49,7 +49,7 @@ _FIELDS = len(DelayedState.__dataclass_fields__)
 
 
 def read_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
-    """All amaxes in one tensor."""
+    """Return all amaxes in one tensor."""
     found: Tensor = torch.ops.octavo.read_amaxes(list(amaxes))
     return found
 

@@ -48,7 +48,7 @@ _filling = threading.RLock()
 
 
 class WeightCache:
-    """Tracks the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
+    """Track the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
         self.has_quantized_weight = (
@@ -131,7 +131,7 @@ class WeightCache:
             )
 
     def _serves(self, module: Any, recipe: Recipe, column: bool, amaxes: Sequence[Tensor]) -> bool:
-        """Whether the codes that another thread has made meanwhile are those that this one is about to make."""
+        """Return whether the codes that another thread has made meanwhile are those that this one is about to make."""
         observed = self._observed or not amaxes
         has_all = self.recipe == recipe and (not column or self.has(module, "column"))
         return self._filler != threading.get_ident() and observed and has_all and self.is_fresh(module._weight_parts())
@@ -189,7 +189,7 @@ class WeightCache:
         return self._weights is None
 
     def is_fresh(self, weights: Sequence[Tensor]) -> bool:
-        """Whether nothing indicates that the weights have changed since the codes were made."""
+        """Return whether nothing indicates that the weights have changed since the codes were made."""
         return (
             self._weights is not None and not self._ended and self._steps == heard.steps and not self.captured
             and self._weights == [id(weight) for weight in weights]
@@ -255,9 +255,9 @@ class WeightCache:
             self.stale = why
 
     def is_heard(self, weights: Sequence[Tensor], search: bool = False) -> bool:
-        """Whether torch optimizers hold all weights that are trained. Versions tell of their updates; anything else,
-        such as an optimizer of copies or of shards, may write to a weight unseen. `search`: look for optimizers that
-        have not stepped yet, which is slow."""
+        """Return whether torch optimizers hold all weights that are trained. Versions tell of their updates; anything
+        else, such as an optimizer of copies or of shards, may write to a weight unseen. `search`: look for optimizers
+        that have not stepped yet, which is slow."""
         trained = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
         if len(self._owners) < len(trained) or any([ref() is None for ref in self._owners]):
             owners = [owner_of(weight, search) for weight in trained]
@@ -267,7 +267,7 @@ class WeightCache:
         return True
 
     def values(self, module: Any) -> Tensor:
-        """The whole weight of a module whose weight is codes."""
+        """Return the whole weight of a module whose weight is codes."""
         whole = module._whole_weight()
         return whole.values() if isinstance(whole, QuantizedWeight) else refuse_dense(whole)
 
@@ -280,7 +280,7 @@ class WeightCache:
 
 
 def _gathered() -> str:
-    """The usual reason why a weight is another tensor where there are several processes."""
+    """Return the usual reason why a weight is another tensor where there are several processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ""
     return (

@@ -55,7 +55,7 @@ def fill_columns(kind: Kind, row: Parts, column: Parts, dtype: torch.dtype) -> N
 
 
 def scales_by_amax(kind: Kind) -> bool:
-    """Whether the scales of a cast of the weight follow from one amax of each matrix."""
+    """Return whether the scales of a cast of the weight follow from one amax of each matrix."""
     layer = LAYERS[kind.layer]
     quant = layer.config(kind.key).quant
     pair = quant.fprop.right, quant.dgrad.right
@@ -63,12 +63,12 @@ def scales_by_amax(kind: Kind) -> bool:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether a tensor is plain memory, and nothing that a tracer watches."""
+    """Return whether a tensor is plain memory, and nothing that a tracer watches."""
     return type(t) in (Tensor, nn.Parameter)
 
 
 def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The values [*shape] that row codes stand for."""
+    """Return the values [*shape] that row codes stand for."""
     if is_plain(row[0]) and not is_watched():
         layer = LAYERS[kind.layer]
         values: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
@@ -94,8 +94,8 @@ def room_of(proto: Any) -> Parts:
 
 
 def group_slices(parts: Parts, alone: Parts, group: int) -> list[Tensor]:
-    """One group's part of each tensor, along the dim that grows with the number of groups. `alone` has the tensors of
-    one group."""
+    """Return one group's part of each tensor, along the dim that grows with the number of groups. `alone` has the
+    tensors of one group."""
     return [_slice(t, one, group) for t, one in zip(parts, alone, strict=True)]
 
 
@@ -107,7 +107,7 @@ def _slice(tensor: Tensor, alone: Tensor, group: int) -> Tensor:
 
 
 def codes_of(weight: Any, side: str) -> Parts:
-    """The codes and scales of a quantized weight by "row" or "column", in the order in which a layer takes them; none
-    if there are no such codes."""
+    """Return the codes and scales of a quantized weight by "row" or "column", in the order in which a layer takes them;
+    none if there are no such codes."""
     parts = [getattr(weight, f"{side}_{name}") for name in ("codes", "scale", "level2")]
     return () if parts[0] is None else tuple([t for t in parts if t is not None])

@@ -44,7 +44,7 @@ def _say_added(weights: Sequence[Any]) -> None:
 
 
 def has_buffer(weights: Sequence[Any]) -> bool:
-    """Whether the graph being traced will find a gradient buffer for each weight that is trained."""
+    """Return whether the graph being traced will find a gradient buffer for each weight that is trained."""
     for weight in weights:
         has = hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
         if weight.requires_grad and not has:
@@ -53,8 +53,8 @@ def has_buffer(weights: Sequence[Any]) -> bool:
 
 
 def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
-    """The buffers, for a graph that is being traced: their addresses are the graph's from here on. This also sets the
-    flag `grad_added_to_main_grad`: a graph's backward cannot, and its readers read it after backward."""
+    """Return the buffers, for a graph that is being traced: their addresses are the graph's from here on. This also
+    sets the flag `grad_added_to_main_grad`: a graph's backward cannot, and its readers read it after backward."""
     found = _main_grads(weights, weights[0].device)
     _say_added(weights)
     return found
@@ -79,7 +79,7 @@ def _find(weight: Any, device: torch.device) -> Tensor:
 
 
 def _unsuitable(buffer: Any, device: torch.device) -> str:
-    """What a buffer is that dw cannot be added to, whatever its sizes are; empty if dw can."""
+    """Return what a buffer is that dw cannot be added to, whatever its sizes are; empty if dw can."""
     if buffer is None:
         return "None"
     if not isinstance(buffer, Tensor):

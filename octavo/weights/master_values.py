@@ -24,7 +24,7 @@ _masters: Any = WeakTensorKeyDictionary()  # row codes -> Master
 
 
 def keep_master(weight: Any) -> None:
-    """From now on, let writes in place to this weight or group compute with float32 values, which are kept."""
+    """Let writes in place to this weight or group compute, from now on, with float32 values, which are kept."""
     master = _masters.setdefault(weight.row_codes, Master())
     if master.version != weight.row_codes._version:  # the program has loaded or set the weight
         master.values.clear()
@@ -39,7 +39,7 @@ def drop_master(weight: Any) -> None:
 
 
 def values_bytes(weight: Any) -> int:
-    """The bytes of the values that are kept for a weight or for one group of it."""
+    """Return the bytes of the values that are kept for a weight or for one group of it."""
     master: Master | None = _masters.get(weight.row_codes)
     values = None if master is None else master.values.get(weight.group)
     return 0 if values is None else values.nbytes

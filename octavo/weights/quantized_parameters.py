@@ -16,7 +16,7 @@ from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight, as_par
 
 
 def is_whole(parts: Sequence[Any]) -> bool:
-    """Whether these are one quantized weight, or all of its groups in their order."""
+    """Return whether these are one quantized weight, or all of its groups in their order."""
     first = parts[0]
     if len(parts) == 1 and first.group is None:
         return not first.steps
@@ -98,15 +98,15 @@ def weight_from_codes(
 
 
 def parameter(weight: QuantizedWeight, like: Tensor) -> nn.Parameter:
-    """A parameter with the attributes of the one whose place it takes."""
+    """Return a parameter with the attributes of the one whose place it takes."""
     new = as_parameter(weight, like.requires_grad)
     new.__dict__.update(like.__dict__)
     return new
 
 
 def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
-    """A quantized weight after `fn` of `nn.Module._apply`: codes and scales follow to its device, and keep their dtype.
-    `done` maps each inner tensor's id to its result, so that parameters that share codes still share them."""
+    """Return a quantized weight after `fn` of `nn.Module._apply`: codes and scales follow to its device, and keep their
+    dtype. `done` maps each inner tensor's id to its result, so that parameters that share codes still share them."""
     inner = {}
     for name, tensor in weight.tensors().items():
         if id(tensor) not in done:

@@ -88,7 +88,7 @@ class QuantizedWeight(Tensor):
     # -- the codes -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors inside, by name."""
+        """Return the tensors inside, by name."""
         return {name: getattr(self, name) for name in self._flat[0]}
 
     def with_inner(self, inner: dict[str, Tensor]) -> "QuantizedWeight":
@@ -106,11 +106,11 @@ class QuantizedWeight(Tensor):
             return QuantizedWeight(*settings)
 
     def values(self) -> Tensor:
-        """The values of the codes, without a gradient."""
+        """Return the values of the codes, without a gradient."""
         return self.seen_through_views(self.base_values())
 
     def dequantize(self) -> Tensor:
-        """The values of the codes, as a plain tensor whose gradient goes to this weight."""
+        """Return the values of the codes, as a plain tensor whose gradient goes to this weight."""
         with torch.no_grad():
             values = self.values()
         found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
@@ -125,7 +125,8 @@ class QuantizedWeight(Tensor):
         return base
 
     def base_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of the weight, or of the group, that this is a view of: in its dtype, or exactly in float32."""
+        """Return the values of the weight, or of the group, that this is a view of: in its dtype, or exactly in
+        float32."""
         kind, dtype = self.kind, self.dtype if dtype is None else dtype
         if self.group is None:
             return values_of(kind, codes_of(self, "row"), kind.shape, dtype)
@@ -158,7 +159,7 @@ class QuantizedWeight(Tensor):
         torch.autograd.graph.increment_version([*codes_of(self, "row"), *codes_of(self, "column")])
 
     def own_codes(self) -> list[Tensor]:
-        """The codes and scales by row, then by column; for one group, its part of them."""
+        """Return the codes and scales by row, then by column; for one group, its part of them."""
         row, column = codes_of(self, "row"), codes_of(self, "column")
         if self.group is None:
             return [*row, *column]

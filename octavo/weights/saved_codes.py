@@ -83,7 +83,7 @@ def restore_codes(layer: Any, rest: dict[str, Tensor]) -> None:
 
 
 def _whole(layer: Any) -> QuantizedWeight | None:
-    """The weight of a layer, if it is codes that are all its own."""
+    """Return the weight of a layer, if it is codes that are all its own."""
     if not layer._codes.has_quantized_weight:
         return None
     parts = layer._weight_parts()
@@ -106,7 +106,7 @@ def _entry(weight: QuantizedWeight, name: str) -> Tensor:
 
 
 def _masters_in(layer: Any, state: Mapping[str, Any]) -> list[tuple[str, int | None]]:
-    """The entries of a state that are kept values of the layer's weight, and their groups."""
+    """Return the entries of a state that are kept values of the layer's weight, and their groups."""
     weight = _whole(layer)
     if weight is None or not weight.kind.trainable:
         return []

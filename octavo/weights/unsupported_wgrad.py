@@ -13,7 +13,7 @@ from octavo.weights.main_grad import has_buffer
 
 
 def unsupported_in_graph(layer: Any) -> str:
-    """The reason why the graph being traced cannot write dw to `main_grad`, or defer it; empty if it can."""
+    """Return the reason why the graph being traced cannot write dw to `main_grad`, or defer it; empty if it can."""
     fused, delays = layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
     if not (fused or delays) or not torch.is_grad_enabled():
         return ""

@@ -1,4 +1,4 @@
-"""Supplies a layer's call with its weight: plain, as cached codes, or as codes of a quantized weight.
+"""Supply a layer's call with its weight: plain, as cached codes, or as codes of a quantized weight.
 
 This module fills, refreshes and checks the cache as `is_first_microbatch`, or the block of an `octavo.microbatch`,
 says. The caller passes the layer to every method: a reference to it would keep a deleted model in memory until Python's
@@ -94,7 +94,7 @@ class WeightCodes(WeightCache):
         return "codes"
 
     def of_call(self, layer: Any, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
-        """The weight's codes by row and by column, for a call that gets it as `supply` said."""
+        """Return the weight's codes by row and by column, for a call that gets it as `supply` said."""
         if kind == "quantized":
             return codes_of(weight, "row"), codes_of(weight, "column")
         return self.parts(layer, "row"), self.parts(layer, "column")
@@ -183,13 +183,13 @@ class WeightCodes(WeightCache):
         return self.has(layer, "column")
 
     def is_unversioned(self, layer: Any) -> bool:
-        """Whether nothing tells of writes to the weight: inference tensors have no version."""
+        """Return whether nothing tells of writes to the weight: inference tensors have no version."""
         return any([weight.is_inference() for weight in layer._weight_parts()])
 
     @while_tracing
     def _first_in_block(self) -> bool:
-        """Whether the graph being traced, in a block that was entered outside of it, meets this layer for the first
-        time."""
+        """Return whether the graph being traced, in a block that was entered outside of it, meets this layer for the
+        first time."""
         return ambient.first is None or is_first_in_graph(self)
 
     # -- codes in the weight's place -----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
 
 
 def _has_values(weight: Any, loaded: Tensor) -> bool:
-    """Whether the codes of a weight stand for these values, bit for bit."""
+    """Return whether the codes of a weight stand for these values, bit for bit."""
     if not all(is_plain(t) and not t.is_meta for t in (weight.row_codes, loaded)) or is_watched():
         return False
     values = weight.values()

@@ -57,7 +57,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_codes(t: Any) -> bool:
-    """Whether this is a QuantizedWeight, whose file imports this one."""
+    """Return whether this is a QuantizedWeight, whose file imports this one."""
     return isinstance(t, Tensor) and hasattr(type(t), "row_codes")
 
 
@@ -81,7 +81,7 @@ def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_averaging() -> bool:
-    """Whether torch's AveragedModel is writing an average that it has computed, in a call above this one."""
+    """Return whether torch's AveragedModel is writing an average that it has computed, in a call above this one."""
     module = sys.modules.get("torch.optim.swa_utils")
     if module is None:
         return False
@@ -121,7 +121,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _restrided(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same codes, where the strides are those of the weight: FSDP2 asks for them."""
+    """Return the same codes, where the strides are those of the weight: FSDP2 asks for them."""
     weight, size, stride = args[:3]
     if weight.steps or weight.group is not None or (tuple(size), tuple(stride)) != (weight.shape, weight.stride()):
         return NotImplemented
@@ -216,7 +216,7 @@ def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Ite
 
 
 def place_of(t: Any) -> tuple[int, int | None]:
-    """A key that is equal for views of one weight, or of one group of it."""
+    """Return a key that is equal for views of one weight, or of one group of it."""
     return id(t.row_codes), t.group
 
 

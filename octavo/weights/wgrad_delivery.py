@@ -1,4 +1,4 @@
-"""Delivers a layer's weight gradient: to `weight.grad`, to `weight.main_grad`, or to a queue until `backward_dw()`.
+"""Deliver a layer's weight gradient: to `weight.grad`, to `weight.main_grad`, or to a queue until `backward_dw()`.
 
 `WeightGradient` holds the queue and no reference to the layer, which the caller passes to every method: a reference
 would keep a deleted model in memory until Python's garbage collector runs.
@@ -33,7 +33,7 @@ from octavo.weights.wgrad_queue import (
 
 
 class WeightGradient:
-    """Delivers one layer's dw."""
+    """Deliver one layer's dw."""
 
     _warned_of_hooks = False
 
@@ -86,7 +86,7 @@ class WeightGradient:
         )
 
     def buffers(self, layer: Any, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, Any]:
-        """The destinations to which backward writes dw: the target in `main_grad`, and the queue."""
+        """Return the destinations to which backward writes dw: the target in `main_grad`, and the queue."""
         if as_nodes:
             buffers = tuple(graph_buffers(layer._weight_parts())) if main_grad and not delay else ()
             # a compiler would merge equal calls into a node with room for one dy; it never merges calls of torch.empty
@@ -105,7 +105,7 @@ class WeightGradient:
         box.from_graphs = (GraphEntry(_form(layer), key, tuple(auxiliary[start:stop]), codes), box.from_graphs)
 
     def post_span(self, layer: Any, key: str) -> tuple[int, int]:
-        """The places of dw's operands among the tensors that a node makes besides y."""
+        """Return the places of dw's operands among the tensors that a node makes besides y."""
         start, stop = layer.LAYER.config(key).deferred_span
         return start - 1, stop - 1
 
@@ -192,9 +192,9 @@ class WeightGradient:
 
 
 def _is_filled(layer: Any, entry: GraphEntry) -> bool:
-    """Whether the backward of a graph's forward has run. On a GPU the host would have to wait for the answer: it takes
-    the oldest forward for one whose backward has run, and the device checks that under `octavo.backend.use("checked")`.
-    """
+    """Return whether the backward of a graph's forward has run. On a GPU the host would have to wait for the answer: it
+    takes the oldest forward for one whose backward has run, and the device checks that under
+    `octavo.backend.use("checked")`."""
     buffers = entry.operands[: layer.LAYER.config(entry.key).dy_buffers]
     if buffers[0].device.type == "cpu":
         unfilled = are_unfilled(buffers)
@@ -223,7 +223,7 @@ def _check_weights(layer: Any, weights: Sequence[nn.Parameter | None], form: For
 
 
 def _computed(layer: Any, entry: Entry | GraphEntry, weights: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-    """dw for each weight; None where it went to `main_grad`, or is not wanted."""
+    """Return dw for each weight; None where it went to `main_grad`, or is not wanted."""
     config, operands = operands_of(entry, layer.LAYER, layer._whole_weight())
     with torch.no_grad():
         target = MainGrad(weights, config.main_grad) if config.main_grad else None

@@ -60,7 +60,7 @@ class Computed(NamedTuple):
 
 
 def operands_of(entry: Entry | GraphEntry, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Config and operands of a dw, for a layer and its weight."""
+    """Return the config and the operands of a dw, for a layer and its weight."""
     if isinstance(entry, GraphEntry):
         found = layer.config(entry.key)
         return found, layer.deferred_operands(found, entry.operands, entry.x, weight)
@@ -89,7 +89,7 @@ class WgradQueue:
         return len(self._entries)
 
     def waiting(self) -> int:
-        """How many microbatches wait for a `backward_dw()` outside of captures."""
+        """Return how many microbatches wait for a `backward_dw()` outside of captures."""
         self._collect()
         return sum(not entry.captured for entry in self._entries)
 
@@ -146,7 +146,7 @@ class WgradQueue:
             )
 
     def discard(self, *, captured: bool) -> int:
-        """Drop the operands that wait; those left in a capture only if `captured`. Returns how many were dropped."""
+        """Drop the operands that wait; those left in a capture only if `captured`. Return how many were dropped."""
         self._collect()
         kept = [entry for entry in self._entries if entry.captured and not captured]
         count = len(self._entries) - len(kept)

@@ -117,7 +117,7 @@ def slots(model: nn.Module) -> list[Slot]:
 
 
 class _Planner:
-    """Collects what was found, and what is missing."""
+    """Collect what was found, and what is missing."""
 
     def __init__(self, folder: Path, entries: dict[str, Entry], choice: Choice, dequantize: tuple[str, ...]) -> None:
         self.folder, self.entries, self.choice, self.dequantize = folder, entries, choice, dequantize

@@ -62,7 +62,7 @@ def release() -> None:
 
 
 def has_rows(report: Row) -> bool:
-    """Whether a report has a row, of its own or of one of its shapes."""
+    """Return whether a report has a row, of its own or of one of its shapes."""
     rows = [report.get(name) for name in ("results", "host_us", "subjects")]
     return any([*rows, *(entry["results"] for entry in report.get("shapes", ()))])
 

@@ -14,7 +14,7 @@ SECONDS = 300  # of one process
 
 def report_of(arguments: Sequence[str], module: str = "octavo") -> dict[str, Any]:
     """Run `python -m MODULE ARGUMENTS --json FILE` in another process, and return its report. "said" is added to it:
-    the first assertion that failed on the GPU, or "". Raises a RuntimeError if the process wrote no report in time."""
+    the first assertion that failed on the GPU, or "". Raise a RuntimeError if the process wrote no report in time."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "report.json"
         command = [sys.executable, "-m", module, *arguments, "--json", str(target)]

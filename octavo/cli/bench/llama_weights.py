@@ -28,7 +28,7 @@ def attention_order(first: str) -> AbstractContextManager[Any]:
 
 
 class Llama(nn.Module):
-    """Maps tokens [B, T] to the loss of predicting each one's successor; the first token follows the last."""
+    """Map tokens [B, T] to the loss of predicting each one's successor; the first token follows the last."""
 
     def __init__(self, size: Size, blocks: nn.Module, device: Device = "cpu") -> None:
         super().__init__()

@@ -283,7 +283,7 @@ def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def _trains(row: dict[str, Any]) -> bool:
-    """Whether the step of a row ends with an optimizer's."""
+    """Return whether the step of a row ends with an optimizer's."""
     return bool(row["case"].endswith("AdamW"))
 
 
@@ -385,7 +385,7 @@ def _codes_mib(module: nn.Module) -> float:
 
 
 def _quantizes(chosen: Recipe) -> bool:
-    """Whether the recipe quantizes weights."""
+    """Return whether the recipe quantizes weights."""
     return chosen.linear().fprop.right is not None
 
 

@@ -193,7 +193,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a keyword of a call becomes part of the plan."""
+    """Return whether a keyword of a call becomes part of the plan."""
     return isinstance(value, CONSTANTS) and not holds_tensors(value)
 
 

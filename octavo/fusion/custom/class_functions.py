@@ -15,7 +15,7 @@ SEES_ARGUMENTS = "it sees its arguments and not the module, which may have chang
 
 def forward_of(cls: type, forms: tuple[tuple[str, ...], ...], legacy: str) -> str:
     """Return the name of the forward that a class runs, the first in its MRO: split in two, as in one of `forms`, or
-    legacy; empty if there is none. Refuses a class that defines only one function of a split forward."""
+    legacy; empty if there is none. Refuse a class that defines only one function of a split forward."""
     for names in forms:
         _check_split(cls, names[:2], legacy)
     forwards = (legacy, *[names[0] for names in forms])

@@ -1,4 +1,4 @@
-"""Plans a user's operation as a stage, from sketches of its inputs: a dry run on tensors without data finds the values
+"""Plan a user's operation as a stage, from sketches of its inputs: a dry run on tensors without data finds the values
 that it saves, once for each kind of call. They do not depend on the number of rows.
 """
 

@@ -33,12 +33,12 @@ MADE_UP = 128  # stands, when a run is planned, for a dim that the plan does not
 
 
 def tensor_count(kind: str) -> int:
-    """The number of tensors that a value of this kind is packed as."""
+    """Return the number of tensors that a value of this kind is packed as."""
     return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9, "value": 0}[kind.split(":")[0]]
 
 
 def kind_of(value: Any, where: str) -> str:
-    """The kind of a value that backward may need; `where` is the function that returned it."""
+    """Return the kind of a value that backward may need; `where` is the function that returned it."""
     if value is None:
         return "none"
     if isinstance(value, Tensor):
@@ -57,7 +57,7 @@ def kind_of(value: Any, where: str) -> str:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a tuple has a tensor in it, as where its author forgot a star."""
+    """Return whether a tuple has a tensor in it, as where its author forgot a star."""
     if isinstance(value, tuple):
         return any([holds_tensors(item) for item in value])
     return isinstance(value, Tensor | QTensor | GroupedTensor)
@@ -94,7 +94,7 @@ def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
 
 
 def unpacked_all(kinds: Sequence[str], tensors: Iterator[Any]) -> tuple[Any, ...]:
-    """Values of these kinds, from the tensors that come next."""
+    """Return values of these kinds, from the tensors that come next."""
     return tuple([_unpacked(kind, [next(tensors) for _ in range(tensor_count(kind))]) for kind in kinds])
 
 
@@ -118,7 +118,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def entries(
     where: str, what: str, found: Any, number: int, error: type[Exception] = Miscounted, kinds: str = "tuple"
 ) -> list[tuple[Any, ...]]:
-    """The entries that a function returned, one for each operation."""
+    """Return the entries that a function returned, one for each operation."""
     if not isinstance(found, tuple | list) or len(found) != number:
         raise error(f"{where} returns {what} with an entry for each of {number} operations, got {described(found)}.")
     for i, part in enumerate(found):
@@ -132,7 +132,7 @@ def of_operation(i: int, number: int) -> str:
 
 
 def _memory(t: Tensor) -> int:
-    """The address of a tensor's memory; 0 for one without data."""
+    """Return the address of a tensor's memory; 0 for one without data."""
     return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
 
 
@@ -166,7 +166,8 @@ def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ..
 
 
 def placed(where: str, found: Any, names: Sequence[tuple[str, ...]]) -> list[tuple[Any, ...]]:
-    """The gradients of each operation in the order of its inputs, from a dict by name or a tuple with all of them."""
+    """Return the gradients of each operation in the order of its inputs, from a dict by name or a tuple with all of
+    them."""
     number = len(names)
     parts = in_order(where, found, names) if isinstance(found, tuple | list) else found
     placed = entries(where, "gradients", parts, number, kinds="tuple or dict")
@@ -217,5 +218,5 @@ def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """Whether two dims differ as numbers. A compiler's symbols are not compared."""
+    """Return whether two dims differ as numbers. A compiler's symbols are not compared."""
     return isinstance(a, int) and isinstance(b, int) and a != b

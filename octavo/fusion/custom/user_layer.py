@@ -119,7 +119,7 @@ class UserConfig(Value):
 
 
 def is_users(stage: Any) -> bool:
-    """Whether a config is that of a user's operation, not of one of Octavo's layers."""
+    """Return whether a config is that of a user's operation, not of one of Octavo's layers."""
     return isinstance(stage, UserConfig)
 
 
@@ -144,7 +144,8 @@ class UserLayer(Layer):
     def __init__(
         self, name: str, title: str, functions: Functions, where: Functions, inputs: Any, outputs: int = 1
     ) -> None:
-        """`where` holds the functions' names, for messages; `outputs` counts y and the extra ones."""
+        """Take the names of the functions in `where`, for messages, and in `outputs` the number of y and the extra
+        outputs."""
         super().__init__(register(name)(type("Config", (UserConfig,), {"__qualname__": name})), inputs)
         self.title, self.where, self.number = title, where, outputs
         self.functions = functions._replace(abstract=functions.abstract or functions.compute)
@@ -217,7 +218,7 @@ class UserLayer(Layer):
         return made[0], sides, returned.entries(where, "intermediates", made[2], count)
 
     def split(self, config: Any, inputs: Any) -> Sequence[Any]:
-        """The inputs of each operation."""
+        """Return the inputs of each operation."""
         return (with_constants(config, inputs),)
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> tuple[Any, ...]:
@@ -252,16 +253,16 @@ class UserLayer(Layer):
         return without_aliases(chosen, (*grads, *saved))
 
     def widened(self, config: Any, grads: Tensors) -> Tensors:
-        """The gradient of y, and of every extra output of every operation."""
+        """Return the gradient of y, and of every extra output of every operation."""
         return grads
 
     def unpacked(self, config: Any, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The values that `select` chose, for each operation."""
+        """Return the values that `select` chose, for each operation."""
         rest = iter(saved)
         return [returned.unpacked_all(kinds, rest) for kinds in config.saved_kinds]
 
     def given(self, config: Any, kept: Sequence[Any]) -> dict[int, Any]:
-        """The inputs that were saved, by their places."""
+        """Return the inputs that were saved, by their places."""
         return {
             at: t for part, values in zip(config.sources, kept, strict=True)
             for (name, at), t in zip(part, values, strict=True) if name == "input"

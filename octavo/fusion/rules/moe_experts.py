@@ -132,7 +132,7 @@ def _x_columns(call: Backward, x: Tensor | None, source: Tensor) -> QTensor | No
 
 @lru_cache(maxsize=256)
 def _scaled(act: activation_layer.Config, dtype: str, wanted: bool) -> activation_layer.Config:
-    """The activation's config with row scales, and whether their gradient is wanted."""
+    """Return the activation's config with row scales, and whether their gradient is wanted."""
     return replace(act, scales_dtype=dtype, wants_dx=True, wants_ds=wanted, wants_db=False)
 
 

@@ -68,12 +68,12 @@ STREAM = 2  # Philox stream of dropout; stochastic rounding uses streams 0 and 1
 
 
 def threshold(drop: float) -> int:
-    """Returns the bound below which an element's random bits drop it."""
+    """Return the bound below which an element's random bits drop it."""
     return round(drop * DRAWS)
 
 
 def kept_scale(drop: float) -> float:
-    """Returns the multiplier of kept elements, which leaves the expected sum unchanged."""
+    """Return the multiplier of kept elements, which leaves the expected sum unchanged."""
     left = DRAWS - threshold(drop)
     return DRAWS / left if left else 0.0
 
@@ -112,7 +112,7 @@ def forward(
     seed: Tensor | None = None,
     end: Tensor | None = None,
 ) -> Tensor:
-    """Returns y, contiguous, in x's dtype. If `end` is given, int32 [1] on x's device, rows from there on are not read,
+    """Return y, contiguous, in x's dtype. If `end` is given, int32 [1] on x's device, rows from there on are not read,
     and theirs of y are undefined."""
     width = x.shape[1] // 2 if fn.gated else x.shape[1]
     if x.shape[0] == 0 or width == 0:
@@ -131,7 +131,7 @@ def backward(
     wanted: Wanted = ONLY_X,
     end: Tensor | None = None,
 ) -> Gradients:
-    """Computes the gradients named in `wanted`. `x` may be None unless `fn.remembers`. If `end` is given, rows from
+    """Compute the gradients named in `wanted`. `x` may be None unless `fn.remembers`. If `end` is given, rows from
     there on are not read: theirs of dx are undefined, and their scales have a gradient of zero. Sums for a bias would
     include them, so that the caller adds those up."""
     assert end is None or wanted.bias is None

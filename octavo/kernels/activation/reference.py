@@ -14,14 +14,14 @@ _LOW = 0xFFFFFFFF
 
 
 def gelu(x: Tensor, alpha: float) -> Curve:
-    """x · σ(2u), u = √(2/π) (x + 0.044715 x³): equal to x/2 (1 + tanh u), without the cancellation."""
+    """Return x · σ(2u), u = √(2/π) (x + 0.044715 x³): equal to x/2 (1 + tanh u), without the cancellation."""
     c = 2 * math.sqrt(2 / math.pi)
     s = torch.sigmoid(c * x * (1 + 0.044715 * x * x))
     return x * s, s + x.clamp(-30, 30) * s * (1 - s) * c * (1 + 3 * 0.044715 * x.clamp(-30, 30) ** 2)
 
 
 def swish(x: Tensor, alpha: float) -> Curve:
-    """x · σ(αx)"""
+    """Return x · σ(αx)"""
     s = torch.sigmoid(alpha * x)
     slope = s * (1 + (alpha * x).clamp(-1000, 1000) * (1 - s))
     return x * s, torch.where(x.isinf(), torch.nan, slope)  # as torch's own slope, and the kernel's
@@ -37,7 +37,7 @@ def relu(x: Tensor, alpha: float) -> Curve:
 
 
 def srelu(x: Tensor, alpha: float) -> Curve:
-    """relu(x)²"""
+    """Return relu(x)²"""
     r = torch.relu(x)
     return r * r, 2 * r
 
@@ -47,13 +47,13 @@ def linear(x: Tensor, alpha: float) -> Curve:
 
 
 def softcap(x: Tensor, alpha: float) -> Curve:
-    """α tanh(x/α)"""
+    """Return α tanh(x/α)"""
     u = x / alpha
     return alpha * torch.tanh(u), 1 / torch.cosh(u) ** 2
 
 
 def situ(x: Tensor, alpha: float) -> Curve:
-    """α tanh(x/α) · σ(x)"""
+    """Return α tanh(x/α) · σ(x)"""
     s, (cap, slope) = torch.sigmoid(x), softcap(x, alpha)
     return cap * s, s * (slope + cap * (1 - s))
 
@@ -65,7 +65,7 @@ CURVES = {
 
 
 def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
-    """Returns the dropout mask of an [M, K] matrix. Four neighbours in a row share a counter and take one word each."""
+    """Return the dropout mask of an [M, K] matrix. Four neighbours in a row share a counter and take one word each."""
     m, k = shape
     index = torch.arange(m * -(-k // 4), device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
@@ -76,7 +76,7 @@ def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
 
 
 def halves(fn: Function, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits the input of a gated function into a and b, each [M, H]."""
+    """Split the input of a gated function into a and b, each [M, H]."""
     if not fn.interleave:
         return x.chunk(2, 1)  # type: ignore[return-value]
     pairs = x.view(x.shape[0], -1, 2, fn.interleave)
@@ -84,7 +84,7 @@ def halves(fn: Function, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(fn: Function, a: Tensor, b: Tensor) -> Tensor:
-    """Joins a and b again: the inverse of `halves`."""
+    """Join a and b again: the inverse of `halves`."""
     if not fn.interleave:
         return torch.cat((a, b), 1)
     pairs = torch.stack((a.view(len(a), -1, fn.interleave), b.view(len(b), -1, fn.interleave)), 2)
@@ -96,7 +96,7 @@ def _clamped(fn: Function, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gate(fn: Function, b: Tensor) -> Curve:
-    """Returns the factor that multiplies f(a), and its slope, for b already clamped."""
+    """Return the factor that multiplies f(a), and its slope, for b already clamped."""
     value, slope = CURVES[fn.gate](b, fn.beta)
     return value + fn.offset, slope
 
@@ -106,7 +106,7 @@ def _wide(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _activated(fn: Function, x: Tensor) -> Tensor:
-    """Applies the function to x, in float64, before scales and dropout."""
+    """Apply the function to x, in float64, before scales and dropout."""
     if not fn.gated:
         return CURVES[fn.curve](x, fn.alpha)[0]
     a, b = _clamped(fn, *halves(fn, x))
@@ -135,7 +135,7 @@ def forward(
 
 
 def _first(t: Tensor | None, n: int) -> Tensor | None:
-    """Returns the first n rows, as a view."""
+    """Return the first n rows, as a view."""
     return None if t is None else t[:n]
 
 

@@ -33,14 +33,14 @@ _LOGISTIC = tl.constexpr("""
 
 @triton.jit
 def _within(x, LIMIT: tl.constexpr):
-    """x clamped; NaN stays NaN."""
+    """Return x clamped; NaN stays NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
 def _logistic(x):
-    """1 / (1 + e^-x), with a relative error of about 1e-7, times |x| where x is below -1; a subnormal result is zero.
-    `tl.sigmoid` has more instructions, for subnormal results and for divisors above 2^126."""
+    """Return 1 / (1 + e^-x), with a relative error of about 1e-7, times |x| where x is below -1; a subnormal result is
+    zero. `tl.sigmoid` has more instructions, for subnormal results and for divisors above 2^126."""
     return tl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -86,7 +86,8 @@ def linear(x, ALPHA: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Value and slope. Near zero, where 1 - e would cancel, by a polynomial: off by two units in the last place."""
+    """Return the value and the slope. Near zero, where 1 - e would cancel, compute them by a polynomial: off by two
+    units in the last place."""
     e, s = tl.exp(-2.0 * tl.abs(x)), x * x
     near = x * (1.0 + s * (-0.3333315 + s * (0.13325988 + s * (-0.053052943 + s * 0.017256979))))
     far = (1.0 - e) / (1.0 + e)
@@ -114,7 +115,7 @@ CURVES = {
 
 @triton.jit
 def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of [ROWS, COLUMNS] stay: the counterpart of reference.kept."""
+    """Return which elements of [ROWS, COLUMNS] stay: the counterpart of reference.kept."""
     quads = first // 4 + tl.arange(0, COLUMNS // 4)
     index = rows.to(tl.int64)[:, None] * tl.cdiv(H, 4) + quads[None, :]
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
@@ -126,7 +127,7 @@ def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 @triton.jit
 def places(columns, H, INTERLEAVE: tl.constexpr):
-    """Columns of x that hold a and b."""
+    """Return columns of x that hold a and b."""
     if INTERLEAVE:
         a = columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
         return a, a + INTERLEAVE
@@ -136,7 +137,7 @@ def places(columns, H, INTERLEAVE: tl.constexpr):
 
 @triton.jit
 def _values(x, bias, rows, columns, live, stride_m, stride_k):
-    """float32 of x at these places, the bias added."""
+    """Return float32 of x at these places, the bias added."""
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     v = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
     if bias is not None:
@@ -154,7 +155,7 @@ def clamped_a(a, LIMIT: tl.constexpr):
 
 @triton.jit
 def gate_of(b, LIMIT: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, OFFSET: tl.constexpr):
-    """What the value at a is multiplied by, and its slope."""
+    """Return what the value at a is multiplied by, and its slope."""
     if LIMIT is not None:
         b = _within(b, LIMIT)
     value, slope = GATE(b, BETA)
@@ -165,7 +166,7 @@ def gate_of(b, LIMIT: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, OFFS
 
 @triton.jit
 def gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT: tl.constexpr):
-    """da and db, from values and slopes of both curves."""
+    """Return da and db, from values and slopes of both curves."""
     da, db = g * slope * gate, g * value * gate_slope
     if LIMIT is not None:
         da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
@@ -283,13 +284,13 @@ def backward(
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Returns the rows and columns of a tile."""
+    """Return the rows and columns of a tile."""
     columns = min(512, max(16, triton.next_power_of_2(width)))
     return TILE // columns, columns
 
 
 def constants(fn: Function) -> dict[str, object]:
-    """Returns the constants that a kernel is compiled with, except its tile."""
+    """Return the constants that a kernel is compiled with, except its tile."""
     return {
         "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "GATE": CURVES[fn.gate],
         "BETA": fn.beta, "OFFSET": fn.offset, "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop),
@@ -317,7 +318,7 @@ def _backward_launch(fn: Function, sizes: tuple[int, ...], whole_rows: bool) -> 
 
 
 def variants() -> list[Variant]:
-    """Lists the compilations: every activation, and some with scales, seed or bias."""
+    """List the compilations: every activation, and some with scales, seed or bias."""
     swiglu, clamped, situ, plain = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "situglu", "linear"))
     cases = [_variants(name, fn, torch.bfloat16) for name, fn in ACTIVATIONS.items()]
     cases += [
@@ -334,7 +335,7 @@ def variants() -> list[Variant]:
 
 
 def _variants(name: str, fn: Function, dtype: torch.dtype, given: str = "") -> list[Variant]:
-    """Returns forward and backward for rows of 4096, with the one of scales, bias, seed and end that `given` names."""
+    """Return forward and backward for rows of 4096, with the one of scales, bias, seed and end that `given` names."""
     kind = tile.POINTERS[dtype]
     pointers = {
         "x": kind, "y": kind, "dy": kind, "dx": kind, "scales": "*fp32" if given == "scales" else None,

@@ -21,7 +21,7 @@ _SMALLEST: tl.constexpr = tl.constexpr(2.0**-9)
 
 @triton.jit
 def _encoded(x, least: tl.constexpr):
-    """Codes [R, B] of rows that share a scale, and their scales [R]."""
+    """Return codes [R, B] of rows that share a scale, and their scales [R]."""
     scale = tl.max(tl.abs(x), 1) * (1 / _MAX)
     scaled = tl.where((scale > 0)[:, None], tl.div_rn(x, scale[:, None] + tl.zeros_like(x)), 0.0)
     scaled = tl.where((scaled > 0) & (scaled < least), least, scaled)
@@ -31,7 +31,7 @@ def _encoded(x, least: tl.constexpr):
 
 @triton.jit
 def _raise(amax, x, at, N, SIZE, R: tl.constexpr, B: tl.constexpr):
-    """Raises the amaxes of the parts of SIZE elements that a tile lies in."""
+    """Raise the amaxes of the parts of SIZE elements that a tile lies in."""
     if amax is not None:
         if SIZE is None:
             raise_amax(amax, amax_bits(x))

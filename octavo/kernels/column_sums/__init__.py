@@ -7,6 +7,6 @@ from octavo import backend
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums [M, N] to [N], in float64 on the reference and in float32 elsewhere, and rounds once."""
+    """Sum [M, N] to [N], in float64 on the reference and in float32 elsewhere, and round once."""
     found: Tensor = backend.implementation(__name__, x).column_sums(x, dtype)
     return found

@@ -1,4 +1,4 @@
-"""Decodes codes to the bfloat16 values that an emulated GEMM multiplies.
+"""Decode codes to the bfloat16 values that an emulated GEMM multiplies.
 
     value = code * scale of its block          without NVFP4's global scale, which multiplies sums
 
@@ -19,15 +19,15 @@ FEW = 64  # rows; below, decoding once for all tiles, which takes as long as one
 
 
 def is_worth_it(a: QTensor, m: int, n: int) -> bool:
-    """Whether a GEMM with the operand a, of m rows by n, should decode both operands to memory and then multiply, by
-    the kernels for Hopper. With few rows on one side a value of the other is used too rarely to pay for that; the
-    kernels that decode as they multiply then run."""
+    """Return whether a GEMM with the operand a, of m rows by n, should decode both operands to memory and then
+    multiply, by the kernels for Hopper. With few rows on one side a value of the other is used too rarely to pay for
+    that; the kernels that decode as they multiply then run."""
     worth = a.spec.block[1] in REACHES and a.columns > 0 and min(m, n) > FEW
     return worth and hopper_support.is_hopper(a.device) and hopper_support.support("decoded products", a.device).ok
 
 
 def decode(q: QTensor, groups: Groups | None = None) -> Tensor:
-    """Returns the values of q, scaled by block, as bfloat16 [rows, K]; packed codes include their padding. On a GPU
+    """Return the values of q, scaled by block, as bfloat16 [rows, K]; packed codes include their padding. On a GPU
     rows begin at multiples of 16 bytes, as TMA needs them. With `groups`, q's rows are in the padded layout and the
     result has them packed; its tail is unspecified."""
     found: Tensor = backend.implementation(__name__, q.codes).decode(q, groups)

@@ -21,7 +21,7 @@ CONFIG = Config(32, 256, 4)
 
 @triton.jit
 def _e2m1(codes):
-    """Nibbles -> values. Their bits, moved to the float32 that they would be but for its bias of 127: subnormals are
+    """Decode nibbles: move their bits to the float32 that they would be but for its bias of 127. Subnormals are
     subnormals there, too."""
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
@@ -45,7 +45,7 @@ def operand(
     REACH: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """bfloat16 [R, BK] of codes[rows, first:first+BK], with scales of 16 and 32 folded in."""
+    """Return bfloat16 [R, BK] of codes[rows, first:first+BK], with scales of 16 and 32 folded in."""
     live = (rows < COUNT)[:, None]
     at = rows.to(tl.int64)[:, None] * row_stride
     if PACKED:

@@ -42,7 +42,7 @@ def gemm(
     accumulate: bool = False,
     accumulation: str = "precise",
 ) -> Tensor:
-    """Computes a · bᵀ + bias, outside autograd. With `out`, rounds to its dtype and writes, or adds, the result there.
+    """Compute a · bᵀ + bias, outside autograd. With `out`, round to its dtype and write, or add, the result there.
     `accumulation="fast"` lets FP8 tensor cores keep ~14 bits of the running sum; "precise" promotes it every 128."""
     check_choice(accumulation, ACCUMULATIONS, what="accumulation")
     dtype = _check(a, b, out_dtype, bias, out, accumulate)
@@ -55,7 +55,7 @@ def gemm(
 
 
 def route(a: Operand, b: Operand) -> str:
-    """Returns the route of gemm(a, b) here: "native", "emulated" or "reference"."""
+    """Return the route of gemm(a, b) here: "native", "emulated" or "reference"."""
     if backend.choose(a.device) == "reference":
         return "reference"
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -64,7 +64,7 @@ def route(a: Operand, b: Operand) -> str:
 
 
 def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
-    """Returns `route` for operands that these quantizers produce on `device`; None means an unquantized operand."""
+    """Return `route` for operands that these quantizers produce on `device`; None means an unquantized operand."""
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
@@ -73,7 +73,7 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
-    """Runs `gemm` into a new tensor, and checks the pair of quantizers alone. Layers call this one."""
+    """Run `gemm` into a new tensor, and check the pair of quantizers alone. Layers call this one."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         way = _way(a.spec.number, b.spec.number, a.codes.device, backend.forced())
         if way == "native" and a.codes.numel() and b.codes.numel():
@@ -94,7 +94,7 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
 
 @lru_cache(maxsize=1024)
 def _way(a: int, b: int, device: torch.device, force: str) -> str:
-    """Checks the pair, and caches `spec_route` by the quantizers' numbers, the device and the forced backend."""
+    """Check the pair, and cache `spec_route` by the quantizers' numbers, the device and the forced backend."""
     check_pair(KNOWN[a], KNOWN[b])
     return spec_route(KNOWN[a], KNOWN[b], device)
 
@@ -110,7 +110,7 @@ def _columns(x: Operand) -> int:
 def _check(
     a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: Tensor | None, out: Tensor | None, accumulate: bool
 ) -> torch.dtype:
-    """Checks the operands and returns the dtype of the result."""
+    """Check the operands and return the dtype of the result."""
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, (Tensor, QTensor)):
             raise UnsupportedDtype(f"gemm takes tensors and QTensors, got {type(x).__name__} for {name}.")

@@ -43,8 +43,8 @@ Globals = tuple[Tensor | None, Tensor | None]  # the global scales of a and b, o
 
 @gluon.jit
 def _place(t, down, across):
-    """Tile number -> (group, tile down, tile across). SPAN tiles down go all the way across before the next ones, so
-    that both operands stay in the cache."""
+    """Return (group, tile down, tile across) of a tile's number. SPAN tiles down go all the way across before the next
+    ones, so that both operands stay in the cache."""
     group = t // (down * across)
     t -= group * down * across
     lead = t // (across * SPAN) * SPAN
@@ -56,7 +56,7 @@ def _place(t, down, across):
 
 @gluon.jit
 def _range_of(group, block, K):
-    """The first column of a group's contraction, and its length."""
+    """Return the first column of a group's contraction, and its length."""
     if block is not None:
         first = gl.load(block + group)
         return first * SIZE, (gl.load(block + group + 1) - first) * SIZE
@@ -86,7 +86,8 @@ def _load(a, b, left, right, ready, empty, block, G, M, N, K):
 def _multiply(
     HALF: gl.constexpr, left, right, ready, empty, out, bias, a_global, b_global, block, G, M, N, K, ADD: gl.constexpr
 ):
-    """One half of each tile's rows. The global scales of a group without rows are not read: its sum is zero."""
+    """Multiply one half of each tile's rows. The global scales of a group without rows are not read: its sum is
+    zero."""
     ACROSS: gl.constexpr = right.shape[1]
     down, across = gl.cdiv(M, SIZE), gl.cdiv(N, ACROSS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -108,7 +109,7 @@ def _multiply(
 
 @gluon.jit
 def product_kernel(a, b, out, bias, a_global, b_global, block, G, M, N, K, ADD: gl.constexpr, COUNT: gl.constexpr):
-    """out [G, M, N] of a [M, columns] and b [N, columns], over K columns, or over those of each group."""
+    """Compute out [G, M, N] of a [M, columns] and b [N, columns], over K columns, or over those of each group."""
     left, right = room_for_tiles(a, b, COUNT)
     ready, empty = barriers(COUNT)
     gl.warp_specialize(
@@ -123,15 +124,15 @@ def product_kernel(a, b, out, bias, a_global, b_global, block, G, M, N, K, ADD: 
 
 
 def gemm(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None, level2: Globals) -> Tensor:
-    """Returns a · bᵀ, times the global scales, plus the bias. Rows of both begin at multiples of 16 bytes."""
+    """Return a · bᵀ, times the global scales, plus the bias. Rows of both begin at multiples of 16 bytes."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
     _launch(a, b, out, bias, level2, None, (1, *out.shape), False)
     return out
 
 
 def wgrad(a: Tensor, b: Tensor, out: Tensor, level2: Globals, block: Tensor, accumulate: bool) -> None:
-    """Fills `out` [G, M, N], or adds to it: each group is contracted over its own blocks of 128 columns, from block[g]
-    to block[g + 1]. a and b may have more rows than M and N."""
+    """Fill `out` [G, M, N], or add to it: each group is contracted over its own blocks of 128 columns, from block[g] to
+    block[g + 1]. a and b may have more rows than M and N."""
     _launch(a, b, out, None, level2, block, (*out.shape,), accumulate)
 
 
@@ -147,7 +148,7 @@ def _launch(
 
 
 def _tile(out: Tensor, sizes: tuple[int, ...], programs: int) -> tuple[int, int]:
-    """Returns the columns of a result tile and how many buffers fit beside it: narrow if wide tiles are so few that
+    """Return the columns of a result tile and how many buffers fit beside it: narrow if wide tiles are so few that
     multiprocessors would be idle."""
     across, stages = plain_tile(out)
     tiles = sizes[0] * -(-sizes[1] // BLOCK) * -(-sizes[2] // across)

@@ -38,7 +38,7 @@ _PROBE_SHAPE = (144, 272, 640)  # M, N, K: more than one tile, more than one blo
 
 
 def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
-    """Returns whether the chip multiplies these operands. Cached per device and pair; the first call runs a probe."""
+    """Return whether the chip multiplies these operands. Cached per device and pair; the first call runs a probe."""
     if a.scale_format is not None or a.block not in _KINDS or b.block not in _KINDS:
         return Support(False, f"torch's scaled_mm is not used for {a} by {b}: their codes are multiplied exactly")
     found = _probed(device, a.block, b.block, a.fmt, b.fmt)
@@ -57,7 +57,7 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
 
 
 def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
-    """Lists every (output dtype, fast accumulation) that `gemm` may request; blocks are always promoted."""
+    """List every (output dtype, fast accumulation) that `gemm` may request; blocks are always promoted."""
     precise = ((torch.bfloat16, False), (torch.float16, False), (torch.float32, False))
     return precise if a[1] is not None else (*precise, (torch.bfloat16, True))
 
@@ -65,7 +65,7 @@ def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
 def _probe(
     device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format, dtype: torch.dtype, fast: bool
 ) -> float:
-    """Returns the largest error of one product, bias included, as a fraction of its bound (docs/numerics.md)."""
+    """Return the largest error of one product, bias included, as a fraction of its bound (docs/numerics.md)."""
     m, n, k = _PROBE_SHAPE
     qa, qb = (
         _with_format(_KINDS[block][1], fmt).quantize(noise(rows, k, seed=rows).to(device, torch.bfloat16))
@@ -110,7 +110,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Appends zero codes up to this size; returns `codes` itself if none are missing."""
+    """Append zero codes up to this size; return `codes` itself if none are missing."""
     down, across = -codes.shape[0] % rows, -codes.shape[1] % columns
     if not (down or across):
         return codes
@@ -118,7 +118,7 @@ def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
-    """Returns q's scale for `rows` rows, padding included, in scaled_mm's layout, and the name of its kind."""
+    """Return q's scale for `rows` rows, padding included, in scaled_mm's layout, and the name of its kind."""
     block = q.spec.block
     if block == (None, None) and other.spec.block == (None, None):
         return q.scale, "TensorWise"
@@ -136,7 +136,7 @@ def _pad_rows(scale: Tensor, rows: int) -> Tensor:
 
 
 def _rows_fastest(scale: Tensor) -> Tensor:
-    """Returns [rows, blocks] with strides (1, rows), which scaled_mm checks even if there is only one block."""
+    """Return [rows, blocks] with strides (1, rows), which scaled_mm checks even if there is only one block."""
     rows, blocks = scale.shape
     return scale if scale.stride() == (1, rows) else scale.T.contiguous().as_strided((rows, blocks), (1, rows))
 
@@ -146,7 +146,7 @@ def _name(block: Block) -> str:
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Computes the unquantized product with torch's GEMM, accumulated in float32."""
+    """Compute the unquantized product with torch's GEMM, accumulated in float32."""
     if dtype == a.dtype and bias is not None and bias.dtype == dtype:
         return torch.addmm(bias, a, b.T)
     y = a @ b.T if dtype == a.dtype or a.dtype == torch.float32 else torch.mm(a, b.T, out_dtype=torch.float32)

@@ -25,7 +25,7 @@ def gemm(a: Tensor | QTensor, b: Tensor | QTensor, dtype: torch.dtype, bias: Ten
 
 
 def _values(x: Tensor | QTensor) -> Tensor:
-    """Returns values as float64 [M, K], scaled by block if a scale spans part of the contraction."""
+    """Return values as float64 [M, K], scaled by block if a scale spans part of the contraction."""
     if isinstance(x, Tensor):
         return x.detach().double()
     if x.spec.block[1] is None:
@@ -34,7 +34,7 @@ def _values(x: Tensor | QTensor) -> Tensor:
 
 
 def _outer_scale(x: Tensor | QTensor) -> Tensor:
-    """Returns float64 [M, 1] or [1, 1]: the scale that is constant along the contraction and multiplies the sum."""
+    """Return float64 [M, 1] or [1, 1]: the scale that is constant along the contraction and multiplies the sum."""
     if isinstance(x, QTensor) and x.spec.block[1] is None:
         return x.scale.double()
     return torch.ones(1, 1, dtype=torch.float64, device=x.device)

@@ -39,7 +39,7 @@ CONFIGS: dict[int, tuple[Config, ...]] = {  # by how far a scale reaches along K
 
 @triton.jit
 def _row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
-    """float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
+    """Return float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
     if SCALE_ROWS == 0:
         at = rows * 0 + tl.cast(block, tl.int64) * block_stride
     else:
@@ -54,7 +54,7 @@ def product(
     REACH: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN], scaled by all but a global scale."""
+    """Return float32 [BM, BN], scaled by all but a global scale."""
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, K, BK):
         left = operand(
@@ -127,7 +127,7 @@ def _gemm_launch(a: Quantizer, b: Quantizer, sizes: tuple[int, ...], config: Con
 
 
 def check_reach(reach: int, known: Collection[int]) -> None:
-    """Raises for scales that no kernel supports."""
+    """Raise for scales that no kernel supports."""
     if reach not in known:
         raise UnsupportedConfig(
             f"The emulated GEMM takes scales over {', '.join(map(str, sorted(known)))} elements of the contraction "

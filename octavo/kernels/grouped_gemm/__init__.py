@@ -44,7 +44,7 @@ def rows(
     along: str = "rows",
     accumulation: str = "precise",
 ) -> Tensor:
-    """Fills `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad.
+    """Fill `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad.
     `accumulation` is that of `octavo.kernels.gemm`: sums under a scale per block are promoted in any case."""
     check_choice(along, ("rows", "columns"), what="along")
     check_choice(accumulation, ACCUMULATIONS, what="accumulation")
@@ -58,7 +58,7 @@ def rows(
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
-    """Fills `out` [G, N, K], or adds to it. Codes may have more rows than N and K."""
+    """Fill `out` [G, N, K], or add to it. Codes may have more rows than N and K."""
     check_pair(a.q.spec, b.q.spec, operands=_OPERANDS)
     _check_out(out)
     if a.groups.padded == 0:  # no rows, so the contraction has no steps
@@ -71,7 +71,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate
 def plain_rows(
     a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """Computes `rows` for unquantized a [rows, K] and b [G, N, K], of any strides."""
+    """Compute `rows` for unquantized a [rows, K] and b [G, N, K], of any strides."""
     _check_plain(a, b, out)
     if out.numel():
         backend.implementation(__name__, out).plain_rows(a, b, out, groups, *_dense(bias, scales))
@@ -79,7 +79,7 @@ def plain_rows(
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
-    """Computes `grouped_wgrad` for unquantized a [rows, N] and b [rows, K]."""
+    """Compute `grouped_wgrad` for unquantized a [rows, N] and b [rows, K]."""
     _check_plain(a, b, out)
     if groups.rows == 0:
         return out if accumulate else out.zero_()
@@ -89,7 +89,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate
 
 
 def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Returns `plain_wgrad` in a new tensor, which saves a copy if torch's GEMM allocates the result itself."""
+    """Return `plain_wgrad` in a new tensor, which saves a copy if torch's GEMM allocates the result itself."""
     if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
         return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
     found: Tensor = backend.implementation(__name__, a).fresh_wgrad(a, b, groups, dtype)
@@ -97,21 +97,21 @@ def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Ten
 
 
 def zero_tail(out: Tensor, groups: Groups) -> None:
-    """Zeroes the rows after the last group."""
+    """Zero the rows after the last group."""
     _check_out(out)
     if out.numel():
         backend.implementation(__name__, out).zero_tail(out, groups)
 
 
 def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
-    """Sums dy[t], or dy[t] * scales[t], over each group: [rows, N] -> [G, N]. The order of additions is fixed."""
+    """Sum dy[t], or dy[t] * scales[t], over each group: [rows, N] -> [G, N]. The order of additions is fixed."""
     scales = None if scales is None else scales.contiguous()
     found: Tensor = backend.implementation(__name__, dy).column_sums(dy, groups, dtype, scales)
     return found
 
 
 def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient of `scales` [rows]: each row of dy times its group's bias [G, N]; zero in the tail."""
+    """Return the gradient of `scales` [rows]: each row of dy times its group's bias [G, N]; zero in the tail."""
     if dy.numel() == 0:
         return torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
     found: Tensor = backend.implementation(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
@@ -119,7 +119,7 @@ def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) 
 
 
 def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
-    """Returns the route for operands of these quantizers on `device`: "native", "emulated" or "reference". None means
+    """Return the route for operands of these quantizers on `device`: "native", "emulated" or "reference". None means
     an unquantized operand. A pair gets the use that recipes have for it: two of 1x128 blocks mean `grouped_wgrad`."""
     if backend.choose(device) == "reference":
         return "reference"
@@ -129,7 +129,7 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
 
 
 def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns both contiguous, as kernels read them; without a bias it drops the scales."""
+    """Return both contiguous, as kernels read them; without a bias drop the scales."""
     if bias is None:
         return None, None
     return bias.contiguous(), None if scales is None else scales.contiguous()

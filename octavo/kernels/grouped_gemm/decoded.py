@@ -17,6 +17,6 @@ def rows(
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    """Contracts whole blocks of rows: those that pad a group decode to zero."""
+    """Contract whole blocks of rows: those that pad a group decode to zero."""
     level2 = a.q.global_scale, b.q.global_scale
     hopper.wgrad(decode(a.q), decode(b.q), out, level2, a.groups.block, accumulate)

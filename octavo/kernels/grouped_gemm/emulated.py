@@ -42,7 +42,8 @@ PLAIN: dict[torch.dtype, Config] = {
 
 @triton.jit
 def _place(owner, source, live, N, BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr):
-    """This program's group, the block it is in, rows of it before its own and left from there, and column tile."""
+    """Return this program's group, the block it is in, the rows of the group before this block and those left from
+    there, and the column tile."""
     across = tl.cdiv(N, BN)
     part, column = tl.program_id(0) // across, tl.program_id(0) % across
     block, before = part // (SIZE // BM), part % (SIZE // BM) * BM
@@ -105,7 +106,7 @@ def _depth_kernel(
     ADD: tl.constexpr, REACH: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, KIND: tl.constexpr,
     PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Contracted over the rows that a group has, so that neither scales nor codes of an empty one are read."""
+    """Contract over the rows that a group has, so that neither scales nor codes of an empty one are read."""
     down, across = tl.cdiv(N, BM), tl.cdiv(K, BN)
     group = (tl.program_id(0) // (down * across)).to(tl.int64)
     size = tl.load(start + group + 1) - tl.load(start + group)

@@ -1,4 +1,4 @@
-"""Tells which pairs of operands the Hopper kernels multiply. Each kernel is probed once in the process: a version of
+"""Tell which pairs of operands the Hopper kernels multiply. Each kernel is probed once in the process: a version of
 Triton may not build it. Imports no Triton, since reports use it too."""
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def rows(a: Quantizer, b: Quantizer, device: torch.device, fast: bool = False) -> bool:
-    """Whether a Hopper kernel computes `grouped_gemm.rows`; `fast`: the one that sums in the tensor cores."""
+    """Return whether a Hopper kernel computes `grouped_gemm.rows`; `fast`: the one that sums in the tensor cores."""
     if _reach_over_all(a, b):
         return runs("fast rows" if fast else "rows", device)
     return (a.block, b.block) == (_FINE, _COARSE) and runs("rows of blocks", device)
@@ -46,14 +46,14 @@ def _reach_over_all(a: Quantizer, b: Quantizer) -> bool:
 
 
 def pair(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
-    """Whether Hopper kernels compute every product that recipes have for such a pair."""
+    """Return whether Hopper kernels compute every product that recipes have for such a pair."""
     if _reach_over_all(a, b):
         return runs("rows", device) and runs("wgrad", device)  # fast rows are rows where their kernel fails
     return rows(a, b, device) or grouped_wgrad(a, b, device)
 
 
 def runs(kernel: str, device: torch.device) -> bool:
-    """Whether a kernel of `_PROBES` runs here."""
+    """Return whether a kernel of `_PROBES` runs here."""
     if not is_hopper(device) or backend.forced() == "emulated":
         return False
     found = support(kernel, device)
@@ -63,7 +63,7 @@ def runs(kernel: str, device: torch.device) -> bool:
 
 
 def support(kernel: str, device: torch.device) -> Support:
-    """Returns the verdict of a kernel's probe on a Hopper chip, with the reason why the kernel is not used."""
+    """Return the verdict of a kernel's probe on a Hopper chip, with the reason why the kernel is not used."""
     found = _verdicts.get((kernel, device))
     if found is None:
         if is_capturing():  # a probe waits for the device; the kernel is taken to run, and probed later
@@ -162,7 +162,7 @@ def _probe_decoded(device: torch.device) -> float:
 
 
 def _room(device: torch.device, *shape: int) -> tuple[Tensor, Tensor]:
-    """Returns room for a result and for the exact one: neither GEMM writes rows of the tail, nor has an empty group
+    """Return room for a result and for the exact one: neither GEMM writes rows of the tail, nor has an empty group
     any."""
     return torch.zeros(shape, dtype=torch.bfloat16, device=device), torch.zeros(
         shape, dtype=torch.float32, device=device
@@ -170,7 +170,7 @@ def _room(device: torch.device, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """Returns the largest error as a fraction of what sums in the tensor cores and one rounding may differ by; a wrong
+    """Return the largest error as a fraction of what sums in the tensor cores and one rounding may differ by; a wrong
     tile, row or scale differs by far more."""
     rows = want.double().square().mean(-1, keepdim=True).sqrt()
     return error_of(got.double(), want.double(), rows + 1e-30, 0.03)

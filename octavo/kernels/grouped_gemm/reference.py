@@ -15,7 +15,7 @@ def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
     accumulation: str,
 ) -> None:  # fmt: skip
-    """Computes `rows` in float64, whatever `accumulation` permits."""
+    """Compute `rows` in float64, whatever `accumulation` permits."""
     for g, (left, (first, end)) in enumerate(zip(a.members(), _ranges(a.groups), strict=True)):
         if along == "rows":
             right = member(b, "row", g, g * height, out.shape[1])
@@ -32,7 +32,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: b
 
 
 def _first(q: QTensor, rows: int) -> QTensor:
-    """Returns the first `rows` rows of q: the rest only pads tiles for the copies, and may share a block with them."""
+    """Return the first `rows` rows of q: the rest only pads tiles for the copies, and may share a block with them."""
     scale = q.scale if q.spec.block[0] is None else q.scale[: -(-rows // q.spec.block[0])]
     return QTensor(q.codes[:rows], scale, q.spec, (rows, q.columns), q.dtype, q.global_scale)
 
@@ -69,7 +69,7 @@ def _ranges(groups: Groups) -> list[tuple[int, int]]:
 
 
 def _bias(bias: Tensor | None, scales: Tensor | None, g: int, first: int, end: int) -> Tensor | None:
-    """Returns the bias of group g: [N], or [rows, N] if each row scales it."""
+    """Return the bias of group g: [N], or [rows, N] if each row scales it."""
     if bias is None or scales is None:
         return None if bias is None else bias[g]
     return scales[first:end, None].float() * bias[g].float()

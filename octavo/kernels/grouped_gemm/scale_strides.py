@@ -20,12 +20,12 @@ class Strides(NamedTuple):
 
 
 def whole(spec: Quantizer) -> bool:
-    """Whether a scale reaches over all of the contraction."""
+    """Return whether a scale reaches over all of the contraction."""
     return spec.block[1] is None
 
 
 def grouped_strides(a: GroupedTensor) -> Strides:
-    """Returns the strides for ragged groups: [padded, K], or [K, padded] contracted over the rows of a group."""
+    """Return the strides for ragged groups: [padded, K], or [K, padded] contracted over the rows of a group."""
     down, across = a.q.scale.stride()
     if a.q.spec.block == (None, None):
         return Strides(1, 0, 0)
@@ -35,7 +35,7 @@ def grouped_strides(a: GroupedTensor) -> Strides:
 
 
 def stacked_strides(b: QTensor, height: int, along: str) -> Strides:
-    """Returns the strides for stacked matrices, each of which begins `height` rows or columns after the previous."""
+    """Return the strides for stacked matrices, each of which begins `height` rows or columns after the previous."""
     down, across = b.scale.stride()
     if b.spec.block == (None, None):
         return Strides(1, 0, 0)

@@ -44,7 +44,7 @@ def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor |
 
 
 def _coded_way(fits: bool, a: GroupedTensor, m: int, n: int) -> ModuleType:
-    """Returns the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
+    """Return the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
     if fits:
         return hopper
     return decoded if is_worth_it(a.q, m, n) and hopper_support.support("plain rows", a.q.device).ok else emulated
@@ -59,7 +59,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: b
 
 
 def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Uses torch's grouped GEMM if it takes the operands (bfloat16): it reads no size on the host, but allocates dw."""
+    """Use torch's grouped GEMM if it takes the operands (bfloat16): it reads no size on the host, but allocates dw."""
     if dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
         return grouped_mm(a.T, b, groups.start[1:])
     out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)

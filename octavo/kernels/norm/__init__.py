@@ -45,7 +45,7 @@ class Residual(NamedTuple):
 
 
 def summed(x: Tensor, residual: Residual | None) -> Tensor:
-    """Writes the sum in a pass of its own and returns it; returns x if there is nothing to add."""
+    """Write the sum in a pass of its own and return it; return x if there is nothing to add."""
     return x if residual is None else torch.add(x, residual.extra, out=residual.z)
 
 
@@ -99,7 +99,7 @@ def backward(
     wanted: Wanted = ONLY_X,
     added: Tensor | None = None,
 ) -> Gradients:
-    """Computes the gradients named in `wanted`. dβ alone needs only dy. Only dx uses `weight` and `added`, a contiguous
+    """Compute the gradients named in `wanted`. dβ alone needs only dy. Only dx uses `weight` and `added`, a contiguous
     tensor like dx."""
     if not wanted.x and wanted.weight is None:
         return Gradients(None, None, None if wanted.bias is None else column_sums(dy, wanted.bias))

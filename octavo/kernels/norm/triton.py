@@ -45,7 +45,7 @@ def _gamma(weight, columns, N, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _around(v, mean, columns, N, CENTER: tl.constexpr):
-    """v - mean, and zero outside the row, where v - mean would not be."""
+    """Return v - mean, and zero outside the row, where v - mean would not be."""
     if CENTER:
         return tl.where((columns < N)[None, :], v - mean[:, None], 0.0)
     else:
@@ -54,7 +54,7 @@ def _around(v, mean, columns, N, CENTER: tl.constexpr):
 
 @triton.jit
 def normed(v, mean, r, weight, bias, columns, N, CENTER: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """y of float32 x and the statistics of its rows."""
+    """Return y of float32 x and the statistics of its rows."""
     found = _around(v, mean, columns, N, CENTER) * r[:, None]
     if weight is not None:
         found *= _gamma(weight, columns, N, ZERO_CENTERED)
@@ -74,7 +74,7 @@ def _store_normed(
 
 @triton.jit
 def _sum(v, extra, z, rows, columns, M, N, stride_m, stride_n):
-    """v + extra as z has it, rounded; z is written, at the strides of extra."""
+    """Return v + extra as z has it, rounded; write z, at the strides of extra."""
     found = (v + _load(extra, rows, columns, M, N, stride_m, stride_n)).to(z.dtype.element_ty)
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
     tl.store(z + at, found, mask=(rows < M)[:, None] & (columns < N)[None, :])
@@ -87,8 +87,9 @@ def _forward_kernel(
     EPS: tl.constexpr, CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y is written where `writes` is not zero. That is asked at run time: without the store, rows might be laid out
-    over the threads in another way, and summed in another order. `extra` and z, of whole rows, lie as x does."""
+    """Compute rows of y. y is written where `writes` is not zero, which is asked at run time: without the store, rows
+    might be laid out over the threads in another way, and summed in another order. `extra` and z, of whole rows, lie as
+    x does."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
@@ -139,7 +140,7 @@ def _statistics(mean, rstd, rows, M, CENTER: tl.constexpr):
 
 @triton.jit
 def _store_dx(dx, more, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
-    """along = mean of g · x̂, shift = mean of g, [ROWS] each; `more` is added, or None."""
+    """Compute dx and store it: along = mean of g · x̂, shift = mean of g, [ROWS] each; `more` is added, or None."""
     d = g - found * along[:, None]
     if CENTER:
         d -= shift[:, None]
@@ -156,8 +157,9 @@ def _backward_kernel(
     CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows: dx, and this program's part of dγ and dβ [programs, N]. Rows are copied to shared memory STAGES - 1
-    rounds before they are needed: a program that asks for a row only then waits for memory most of the time."""
+    """Compute dx of whole rows, and this program's part of dγ and dβ [programs, N]. Rows are copied to shared memory
+    STAGES - 1 rounds before they are needed: a program that asks for a row only then waits for memory most of the
+    time."""
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
     if weight is not None:
@@ -230,7 +232,7 @@ def _long_parts_kernel(
     dy, x, rstd, mean, dw, db, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
     CENTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of HEIGHT rows: this program's part of dγ and dβ."""
+    """Compute this program's part of dγ and dβ, from some columns of HEIGHT rows."""
     part, across = tile.tile_index(N, COLUMNS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
     dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -252,7 +254,7 @@ def _long_parts_kernel(
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Returns the rows, columns and warps of a tile."""
+    """Return the rows, columns and warps of a tile."""
     columns = LONG if width > MOST else max(16, triton.next_power_of_2(width))
     return max(1, 1024 // columns), columns, 16 if columns > 4096 else 8 if columns > 2048 else 4
 
@@ -273,7 +275,7 @@ def forward(
 def statistics(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Residual | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns mean and rstd only, to the same bits as `forward`, whose kernel it launches."""
+    """Return mean and rstd only, to the same bits as `forward`, whose kernel it launches."""
     mean, rstd = _statistics_of(norm, x)
     y = rstd.view(x.dtype)  # the kernel does not write it, but it has the alignment of forward's y
     _launch_forward(norm, x, y, mean, rstd, weight, bias, residual, writes=0)
@@ -293,15 +295,15 @@ def _launch_forward(
 
 
 def _adds(x: Tensor, residual: Residual) -> bool:
-    """Whether the kernel adds: to whole rows, of tensors that lie alike. Other strides or another dtype would lay the
-    rows out over the threads in another way, and sum them in another order."""
+    """Return whether the kernel adds: to whole rows, of tensors that lie alike. Other strides or another dtype would
+    lay the rows out over the threads in another way, and sum them in another order."""
     return x.shape[1] <= MOST and all(
         [t.shape == x.shape and t.dtype == x.dtype and t.is_contiguous() for t in (x, *residual)]
     )
 
 
 def _statistics_of(norm: Norm, x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Allocates mean (None unless the norm centers) and rstd."""
+    """Allocate mean (None unless the norm centers) and rstd."""
     mean = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if norm.centers else None
     return mean, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
 
@@ -339,7 +341,7 @@ def backward(
 
 @lru_cache(maxsize=4096)
 def _parts(m: int, n: int, device: torch.device) -> int:
-    """Returns the number of programs that share the sums over the rows."""
+    """Return the number of programs that share the sums over the rows."""
     if n > MOST:
         return -(-m // PART_HEIGHT)
     rows, _, warps = _shape(n)

@@ -1,4 +1,4 @@
-"""Moves rows to their experts and back: a stable counting sort, a scatter of rows, a weighted sum, and their gradients.
+"""Move rows to their experts and back: a stable counting sort, a scatter of rows, a weighted sum, and their gradients.
 
 A token has K assignments, and each assignment names an expert. The sort gives each assignment a row of the permuted
 matrix: rows of expert 0 first, and inside an expert in the order of the assignments. Nothing depends on values on the
@@ -40,17 +40,17 @@ class Assignments(NamedTuple):
 
 
 def most_rows(assignments: int, experts: int, align: int) -> int:
-    """Returns the most rows that `assignments` assignments can fill, whatever their experts are."""
+    """Return the most rows that `assignments` assignments can fill, whatever their experts are."""
     return assignments if align == 1 else (assignments + experts * (align - 1)) // align * align
 
 
 def tokens(assignments: Tensor, positions: Tensor) -> Tensor:
-    """Returns the token that each row comes from [C], int32, negative for a row without one."""
+    """Return the token that each row comes from [C], int32, negative for a row without one."""
     return torch.div(assignments, positions.shape[-1], rounding_mode="floor")
 
 
 def listed(mask: Tensor, top_k: int) -> Tensor:
-    """Returns the experts of each token [T, K], int32, in ascending order, from a mask [T, E]. -1 fills assignments
+    """Return the experts of each token [T, K], int32, in ascending order, from a mask [T, E]. -1 fills assignments
     that are left; experts beyond the first K are left out."""
     index = torch.empty(mask.shape[0], top_k, dtype=torch.int32, device=mask.device)
     if index.numel():
@@ -59,7 +59,7 @@ def listed(mask: Tensor, top_k: int) -> Tensor:
 
 
 def sort(index: Tensor, experts: int, rows: int, align: int) -> Sorted:
-    """Sorts the assignments of `index` [T, K] by expert into `rows` rows. Assignments with an expert out of range are
+    """Sort the assignments of `index` [T, K] by expert into `rows` rows. Assignments with an expert out of range are
     dropped."""
     made = Sorted(
         torch.empty(experts, dtype=torch.int64, device=index.device),
@@ -71,7 +71,7 @@ def sort(index: Tensor, experts: int, rows: int, align: int) -> Sorted:
 
 
 def scatter(x: Tensor, positions: Tensor, assignments: Tensor, zero_tail: bool) -> Tensor:
-    """Copies x [T, D], in any dtype of at most four bytes, to the rows of its assignments [C, D]. Pads are zeros; so is
+    """Copy x [T, D], in any dtype of at most four bytes, to the rows of its assignments [C, D]. Pads are zeros; so is
     the tail with `zero_tail`, otherwise it is left as the memory was."""
     out = torch.empty(assignments.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
     if out.numel():
@@ -81,7 +81,7 @@ def scatter(x: Tensor, positions: Tensor, assignments: Tensor, zero_tail: bool) 
 
 
 def combine(rows: Tensor, assignments: Assignments, probs: Tensor | None) -> Tensor:
-    """Sums the rows [C, D] of each token's assignments to y [T, D], each multiplied by its probability if there are
+    """Sum the rows [C, D] of each token's assignments to y [T, D], each multiplied by its probability if there are
     any: in float32, assignment after assignment, one rounding for a product and its sum. Reads no other row."""
     y = torch.empty(assignments.positions.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
     if y.numel():
@@ -93,7 +93,7 @@ def combine_backward(
     dy: Tensor, rows: Tensor | None, assignments: Assignments, sources: Tensor, probs: Tensor | None, zero_tail: bool,
     wants_rows: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns the gradients of `combine`: of the rows, p · dy rounded once, and, if `rows` are given, of the
+    """Return the gradients of `combine`: of the rows, p · dy rounded once, and, if `rows` are given, of the
     probabilities, ⟨dy, row⟩, summed in float32 on a GPU and in float64 on the reference. An assignment without a row
     has the gradient zero. `sources` has the assignment of each row."""
     drows = torch.empty(sources.shape[0], dy.shape[1], dtype=dy.dtype, device=dy.device) if wants_rows else None
@@ -109,7 +109,7 @@ def combine_backward(
 
 
 def take(probs: Tensor, assignments: Assignments, sources: Tensor) -> Tensor:
-    """Returns the probability of each row's assignment [C]; zero for a row without one."""
+    """Return the probability of each row's assignment [C]; zero for a row without one."""
     out = torch.empty(sources.shape[0], dtype=probs.dtype, device=probs.device)
     if out.numel():
         backend.implementation(__name__, probs).take(probs.contiguous(), out, assignments, sources)
@@ -117,7 +117,7 @@ def take(probs: Tensor, assignments: Assignments, sources: Tensor) -> Tensor:
 
 
 def take_backward(grad: Tensor, assignments: Assignments, shape: tuple[int, ...]) -> Tensor:
-    """Returns the gradient of `take` in the probabilities' shape [T, W]. Reads no row that has no assignment."""
+    """Return the gradient of `take` in the probabilities' shape [T, W]. Reads no row that has no assignment."""
     dprobs = _empty_probs(shape, grad.dtype, assignments)
     if dprobs.numel():
         backend.implementation(__name__, grad).take_backward(grad.contiguous(), dprobs, assignments)
@@ -125,7 +125,7 @@ def take_backward(grad: Tensor, assignments: Assignments, shape: tuple[int, ...]
 
 
 def _empty_probs(shape: tuple[int, ...], dtype: torch.dtype, assignments: Assignments) -> Tensor:
-    """Allocates gradients of probabilities. Kernels write one for each assignment, so those of other experts are
+    """Allocate gradients of probabilities. Kernels write one for each assignment, so those of other experts are
     zeroed."""
     make = torch.empty if assignments.experts is None else torch.zeros
     return make(shape, dtype=dtype, device=assignments.positions.device)

@@ -90,7 +90,7 @@ def take_backward(grad: Tensor, dprobs: Tensor, assignments: Assignments) -> Non
 
 
 def _columns(assignments: Assignments) -> Tensor:
-    """Returns, for each assignment, the column of its probability."""
+    """Return, for each assignment, the column of its probability."""
     if assignments.experts is not None:
         return assignments.experts.clamp_min(0).long()
     tokens, top_k = assignments.positions.shape
@@ -102,7 +102,7 @@ def _of_rows(probs: Tensor, assignments: Assignments, sources: Tensor) -> Tensor
 
 
 def _rows_of(rows: Tensor, assignments: Assignments, k: int) -> Tensor:
-    """Returns the row of each token's k-th assignment [T, D]; zeros for an assignment without one."""
+    """Return the row of each token's k-th assignment [T, D]; zeros for an assignment without one."""
     position = assignments.positions[:, k]
     if rows.shape[0] == 0:
         return rows.new_zeros(position.shape[0], rows.shape[1])
@@ -110,7 +110,7 @@ def _rows_of(rows: Tensor, assignments: Assignments, k: int) -> Tensor:
 
 
 def _write_dprobs(dprobs: Tensor, assignments: Assignments, k: int, values: Tensor) -> None:
-    """Writes a value for each token, zero for one whose k-th assignment has no row."""
+    """Write a value for each token, zero for one whose k-th assignment has no row."""
     if assignments.experts is None:
         dprobs[:, k] = values
     else:  # assignments that are left have no expert, and add zero to the first one
@@ -118,7 +118,7 @@ def _write_dprobs(dprobs: Tensor, assignments: Assignments, k: int, values: Tens
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Returns a · b + c of float32, rounded once. The product is exact in float64. The sum is rounded to odd there,
+    """Return a · b + c of float32, rounded once. The product is exact in float64. The sum is rounded to odd there,
     so that rounding it again to float32 gives what one rounding gives."""
     product, c = a.double() * b.double(), c.double()
     total = product + c

@@ -54,7 +54,7 @@ def _listed_kernel(mask, index, T, E, K, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def _experts_of(index, at, N, E):
-    """Experts of these assignments; E where there is none."""
+    """Return experts of these assignments; E where there is none."""
     found = tl.load(index + at, mask=at < N, other=-1)
     return tl.where((found >= 0) & (found < E), found, E).to(tl.int32)
 
@@ -69,7 +69,7 @@ def _histogram_kernel(index, counts, N, E, ITEMS: tl.constexpr, BINS: tl.constex
 
 @triton.jit
 def _scan_kernel(counts, totals, B, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Replaces the counts of each block by their sums over the blocks before it."""
+    """Replace the counts of each block by their sums over the blocks before it."""
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for first in range(0, B, ROWS):
@@ -87,8 +87,8 @@ def _place_kernel(
     index, counts, totals, sizes, positions, assignments, N, E, B, C, ALIGN, PADDED,
     ITEMS: tl.constexpr, OTHERS: tl.constexpr, EXPERTS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """The first B programs place the assignments of a block, the next PADDED mark the pads of an expert, the others the
-    tail."""
+    """Place the assignments of a block (the first B programs), mark the pads of an expert (the next PADDED), or mark
+    the tail (the others)."""
     e = tl.arange(0, EXPERTS)
     n = tl.load(totals + e, mask=e < E, other=0)
     padded = (n + ALIGN - 1) // ALIGN * ALIGN
@@ -175,7 +175,7 @@ def _bins(number: int) -> int:
 
 @triton.jit
 def _probability(probs, experts, token, k, K, W, live):
-    """float32 of an assignment's probability; zero where it is not live."""
+    """Return float32 of an assignment's probability; zero where it is not live."""
     column = k
     if experts is not None:
         column = tl.load(experts + token * K + k, mask=live, other=0)
@@ -184,7 +184,7 @@ def _probability(probs, experts, token, k, K, W, live):
 
 @triton.jit
 def _fill_empty(out, assignments, block, C, D, ZERO_TAIL: tl.constexpr, EMPTY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros for the rows of a block that have no assignment."""
+    """Write zeros to the rows of a block that have no assignment."""
     for i in range(EMPTY):
         row = block * EMPTY + i
         assignment = tl.load(assignments + row, mask=row < C, other=0)
@@ -223,7 +223,7 @@ def _scatter_kernel(
 
 @triton.jit
 def _row_and_weight(positions, probs, experts, token, k, K, W):
-    """Row and weight of an assignment; -1 and 0 for one without a row."""
+    """Return row and weight of an assignment; -1 and 0 for one without a row."""
     row = tl.load(positions + token * K + k, mask=k < K, other=-1)
     weight = 0.0
     if probs is not None:

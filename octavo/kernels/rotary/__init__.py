@@ -18,19 +18,19 @@ from octavo import backend
 
 
 def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
-    """Returns q [B, T, H, D] and k [B, T, S, D] of contiguous qkv, rotated."""
+    """Return q [B, T, H, D] and k [B, T, S, D] of contiguous qkv, rotated."""
     found: tuple[Tensor, Tensor] = backend.implementation(__name__, qkv).rotate(qkv, own, other, heads, shared)
     return found
 
 
 def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """Returns the gradient of qkv, from those of q, k and v."""
+    """Return the gradient of qkv, from those of q, k and v."""
     found: Tensor = backend.implementation(__name__, dq).rotate_back(dq, dk, dv, own, other)
     return found
 
 
 def heads_of(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [B, T, H, D], k and v [B, T, S, D], q and k rotated; differentiable in qkv. v is a part of qkv."""
+    """Return q [B, T, H, D], k and v [B, T, S, D], q and k rotated; differentiable in qkv. v is a part of qkv."""
     found: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, own, other, heads, shared)  # type: ignore[no-untyped-call]
     return found
 
@@ -49,7 +49,7 @@ class _Heads(torch.autograd.Function):
 
 
 def rows_of(x: Tensor, heads: int) -> Tensor:
-    """[B, T, heads * D] as [B, T, heads, D]."""
+    """Return [B, T, heads * D] as [B, T, heads, D]."""
     return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads)
 
 

@@ -18,7 +18,7 @@ def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) 
 
 
 def _turned(x: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """Rotates x [B, T, heads, D]: `roll` brings the other channels of pairs."""
+    """Rotate x [B, T, heads, D]: `roll` brings the other channels of pairs."""
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
     return (wide * own.float() + swapped * other.float()).to(x.dtype)

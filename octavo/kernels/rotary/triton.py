@@ -24,7 +24,7 @@ def _turn(
     x, y, cosine, of_low, of_high, count, step_x, step_y,
     HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates `count` heads of x, `step_x` elements apart, to y. `of_low` and `of_high` are the sine and its negative:
+    """Rotate `count` heads of x, `step_x` elements apart, to y. `of_low` and `of_high` are the sine and its negative:
     what the low channels give to the high ones, and the high channels to the low ones."""
     channels = tl.arange(0, WIDE)
     for first in range(0, count, HEADS):
@@ -41,7 +41,7 @@ def _turn(
 
 @triton.jit
 def _copy(x, y, count, step_x, step_y, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr):
-    """Copies `count` heads of x, `step_x` elements apart, to y."""
+    """Copy `count` heads of x, `step_x` elements apart, to y."""
     channels = tl.arange(0, 2 * WIDE)
     for first in range(0, count, HEADS):
         heads = first + tl.arange(0, HEADS)

@@ -1,4 +1,4 @@
-"""Rounds a matrix to E4M3 codes stochastically: up or down with the probability of the distance, by scales that exist.
+"""Round a matrix to E4M3 codes stochastically: up or down with the probability of the distance, by scales that exist.
 
 The mean of the codes' values is the value, so that updates smaller than the distance of two codes add up over steps.
 """

@@ -19,8 +19,8 @@ _NORMAL: tl.constexpr = tl.constexpr(2.0**-6)
 
 @triton.jit
 def noise_of(seed, index, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """16 random bits for each element of [ROWS, COLUMNS]: one draw of Philox, at index [ROWS, COLUMNS / 8], serves
-    eight neighbours."""
+    """Return 16 random bits for each element of [ROWS, COLUMNS]: one draw of Philox, at index [ROWS, COLUMNS / 8],
+    serves eight neighbours."""
     zero = (index & 0).to(tl.uint32)
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero)

@@ -31,7 +31,7 @@ NOTHING = Target()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dtype: torch.dtype, what: str) -> str:
-    """Returns "" if a kernel can cast `what` while it computes it, else a sentence with the reason. `knows_scale` tells
+    """Return "" if a kernel can cast `what` while it computes it, else a sentence with the reason. `knows_scale` tells
     whether the kernel has the inverse scale of a Tensorwise: given by the caller, or measured in a pass before."""
     lead = column if row is None else row
     if lead is None:
@@ -52,9 +52,9 @@ def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dt
 def unsupported_reason(
     pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, measures: bool = False
 ) -> str:
-    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that `measures`
-    finds an inverse scale that is not given from an amax, given or measured in a pass before, and takes rows in groups,
-    each with an inverse scale."""
+    """Return `fuses` for a call, and refuse cast arguments that the kernels do not take. A kernel that `measures` finds
+    an inverse scale that is not given from an amax, given or measured in a pass before, and takes rows in groups, each
+    with an inverse scale."""
     row, column = (None if q is None else q.spec for q in pair)
     why = fuses(row, column, cast_args.inverse_scale is not None or measures, dtype, what)
     if why:
@@ -69,8 +69,8 @@ def unsupported_reason(
 
 
 def takes_amax(pair: QTensorPair, cast_args: CastArgs) -> bool:
-    """Whether all scales of a cast follow from one amax, that of a Tensorwise or of each of its groups: it is given for
-    every orientation, or for none and may be measured."""
+    """Return whether all scales of a cast follow from one amax, that of a Tensorwise or of each of its groups: it is
+    given for every orientation, or for none and may be measured."""
     there = [(q.spec, amax) for q, amax in zip(pair, cast_args.amax, strict=True) if q is not None]
     one = all([amax is there[0][1] for _, amax in there])
     return one and cast_args.inverse_scale is None and all([isinstance(spec, Tensorwise) for spec, _ in there])

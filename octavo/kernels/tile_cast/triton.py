@@ -34,12 +34,12 @@ def spec_of(pair: QTensorPair) -> Quantizer:
 
 
 def is_block(spec: Quantizer) -> bool:
-    """Whether a tile must be exactly one 128x128 block."""
+    """Return whether a tile must be exactly one 128x128 block."""
     return isinstance(spec, _Blocks)
 
 
 def fitting(configs: tuple[Config, ...], *specs: Quantizer | None) -> Config:
-    """Returns the first of these tiles that serves all of these quantizers."""
+    """Return the first of these tiles that serves all of these quantizers."""
     whole = any(spec is not None and is_block(spec) for spec in specs)
     return next(c for c in configs if not whole or (c.rows == BLOCK and c.columns == BLOCK))
 
@@ -48,12 +48,13 @@ MEASURE: dict[str, Any] = {"PUT": measure, "RULE": ()}  # the constants of the p
 
 
 def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
-    """Whether the inverse scale of a cast follows from an amax, which the caller gives or a pass before must find."""
+    """Return whether the inverse scale of a cast follows from an amax, which the caller gives or a pass before must
+    find."""
     return cast_args.inverse_scale is None and isinstance(spec_of(pair), Tensorwise)
 
 
 def constants(spec: Quantizer, dtype: torch.dtype, transpose_codes: bool, given: bool = True) -> dict[str, Any]:
-    """Returns the constants for values that the kernel rounds to this dtype before it casts them. `transpose_codes` is
+    """Return the constants for values that the kernel rounds to this dtype before it casts them. `transpose_codes` is
     what `transposes_codes` says of the tile; `given` tells whether the caller gives the inverse scale of a
     Tensorwise."""
     if isinstance(spec, _Blocks):
@@ -71,7 +72,7 @@ def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...
 
 
 def strides(pair: QTensorPair) -> tuple[int, ...]:
-    """Returns the strides of the scales; zeros for tensorwise, which has only one scale."""
+    """Return the strides of the scales; zeros for tensorwise, which has only one scale."""
     if not is_block(spec_of(pair)):
         return (0, 0, 0, 0)
     return (*tile.scale_strides(pair[0]), *tile.scale_strides(pair[1]))
@@ -81,7 +82,7 @@ STRIDES = ("row_stride", "row_block_stride", "column_stride", "column_block_stri
 
 
 def signature(spec: Quantizer, row: bool = True, column: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns (signature, constants) of pointers and sizes, for the record of compilations."""
+    """Return (signature, constants) of pointers and sizes, for the record of compilations."""
     block, codes = is_block(spec), tile.POINTERS[spec.fmt.dtype]
     there = {
         "row": codes if row else None, "column": codes if column else None, "row_scale": "*fp32" if row else None,

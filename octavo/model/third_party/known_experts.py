@@ -98,7 +98,7 @@ def _silu(module: Any, gate: Tensor) -> Tensor:
 
 
 def _clamped(module: Any, h: Tensor) -> Tensor:
-    """The activation of GPT-OSS in torchtitan."""
+    """Return the activation of GPT-OSS in torchtitan."""
     gate, up = h[..., ::2].clamp(max=module.swiglu_limit), h[..., 1::2]
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-module.swiglu_limit, module.swiglu_limit) + 1)
 

@@ -26,8 +26,8 @@ def _orientation(
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
     TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v, one block of 128 columns of an [M, K] orientation -> its codes, and a scale for each row, or for the block.
-    Rows of codes are `pitch` apart, of which only the first K are written."""
+    """Write the codes of v, one block of 128 columns of an [M, K] orientation, and a scale for each row, or for the
+    block. Rows of codes are `pitch` apart, of which only the first K are written."""
     layout: gl.constexpr = gl.SliceLayout(1, dual.row_layout(TILE, W))
     rows = first_row + gl.arange(0, TILE, layout=layout)
     blocks = gl.cdiv(K, TILE)
@@ -54,7 +54,7 @@ def _store_tile(
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
     TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of v, the block (pm, pk), in the orientations that are there."""
+    """Store codes and scales of v, the block (pm, pk), in the orientations that are there."""
     if row is not None:
         _orientation(
             v, row, row_scale, row_amax, M, K, pitch, pm * TILE, pk, row_stride, row_block_stride,
@@ -73,8 +73,8 @@ def put(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, which is a block, so that it finds
-    its own inverse scales."""
+    """Cast a tile (`octavo.kernels.tile_cast`) as `_cast_kernel` does: a tile is a block, so that it finds its own
+    inverse scales."""
     gl.static_assert(ROWS == COLUMNS, "a tile is one block")
     _store_tile(
         v, row, column, row_scale, column_scale, None, None, M, K, pitch, first_row // ROWS, first_column // COLUMNS,

@@ -28,7 +28,7 @@ def _byte(word, N: tl.constexpr):
 
 @triton.jit
 def _transpose_kernel(codes, out, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """codes: [4 M, K] words, which are [4 M, 4 K] bytes. out: [4 K, M] words."""
+    """Transpose words of four codes: `codes` has [4 M, K] words, which are [4 M, 4 K] bytes, `out` [4 K, M] words."""
     pm, pk = tile_index(K, COLUMNS)
     i, j = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i < M)[:, None] & (j < K)[None, :]

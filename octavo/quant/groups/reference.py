@@ -28,7 +28,7 @@ def split(splits: Tensor | None, each: int, groups: Groups) -> None:
 
 
 def in_blocks(x: Tensor, groups: Groups) -> Tensor:
-    """Copy packed rows [rows, K] to the padded layout [padded, K], with zeros between. Does not read the tail."""
+    """Copy packed rows [rows, K] to the padded layout [padded, K], with zeros between. Do not read the tail."""
     at, live = places(groups)
     if groups.rows == 0:
         return x.new_zeros(groups.padded, x.shape[1])

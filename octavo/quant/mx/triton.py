@@ -23,7 +23,7 @@ CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 @triton.jit
 def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr):
-    """E8M0 byte, as int32, of an amax given by its float32 bits, as reference.scale_byte computes it."""
+    """Return the E8M0 byte, as int32, of an amax given by its float32 bits, as reference.scale_byte computes it."""
     if ROUNDING == "rceil":
         v = (bits.to(tl.float32, bitcast=True) * (1 / MAX)).to(tl.int32, bitcast=True)
         # any mantissa carries into the exponent; below it, where 2^-127 is the mantissa 0x400000, one above that
@@ -40,7 +40,7 @@ def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.conste
 
 @triton.jit
 def _multiplier(byte):
-    """2^(127-byte): a subnormal for 254, NaN for 255."""
+    """Return 2^(127-byte): a subnormal for 254, NaN for 255."""
     bits = tl.maximum((254 - byte) << 23, 0x400000)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -52,8 +52,8 @@ def _orientation(
     MAX: gl.constexpr, EMAX: gl.constexpr, MANTISSA: gl.constexpr, ROUNDING: gl.constexpr, SQUARE: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v [R, C] of an [M, K] orientation -> its codes, and a scale byte for every 32 of a row, or of 32 rows. Of rows
-    in groups, so many rows and columns of v are alive."""
+    """Write the codes of v [R, C] of an [M, K] orientation, and a scale byte for every 32 of a row, or of 32 rows. Of
+    rows in groups, so many rows and columns of v are alive."""
     height: gl.constexpr = 32 if SQUARE else 1
     blocks = gl.reshape(v, (R // height, height, C // 32, 32))
     bits = float_bits(gl.max(gl.max(magnitude_bits(blocks), 3), 1), v)

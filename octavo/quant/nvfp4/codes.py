@@ -36,7 +36,7 @@ _HALF, _ONE, _TWO = "0f3F000000", "0fBF800000", "0fC0000000"  # 1/2, -1, -2
 
 
 def _f32(value: float) -> str:
-    """A number as PTX writes a float32."""
+    """Return a number as PTX writes a float32."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
@@ -48,7 +48,7 @@ _REGISTERS = [
 
 
 def _element(source: list[str], i: int) -> list[str]:
-    """v = element i, from words of two bfloat16 or from eight float32."""
+    """Return the instructions of v = element i, from words of two bfloat16 or from eight float32."""
     if len(source) == 8:
         return [f"mov.b32 v, {source[i]};"]
     word = source[i // 2]
@@ -56,7 +56,7 @@ def _element(source: list[str], i: int) -> list[str]:
 
 
 def _sign_bytes(source: list[str]) -> list[str]:
-    """low, high = the bytes with the signs of 0, 1, 2, 3 and of 4, 5, 6, 7."""
+    """Return the instructions of low, high = the bytes with the signs of 0, 1, 2, 3 and of 4, 5, 6, 7."""
     lines = []
     for name, i in (("low", 0), ("high", len(source) // 2)):
         if len(source) == 4:
@@ -71,7 +71,7 @@ def _sign_bytes(source: list[str]) -> list[str]:
 
 
 def _sums(source: list[str], out: str) -> list[str]:
-    """Nearest codes of eight elements times e, by sums."""
+    """Return the nearest codes of eight elements times e, by sums."""
     lines = []
     for part, total in ((1, "sum_high"), (0, "sum_low")):
         for j in (3, 2, 1, 0):
@@ -96,7 +96,7 @@ def _sums(source: list[str], out: str) -> list[str]:
 
 
 def _halves(source: list[str], out: str) -> list[str]:
-    """Nearest codes of eight bfloat16 times e * 2^14, where ties that go down cannot be."""
+    """Return the nearest codes of eight bfloat16 times e * 2^14, where ties that go down cannot be."""
     lines = []
     for i in range(8):
         lines += [*_element(source, i), f"mul.rn.f32 f{i}, v, e;"]
@@ -110,13 +110,13 @@ def _halves(source: list[str], out: str) -> list[str]:
 
 
 def _woven(out: str) -> list[str]:
-    """The upper four bits of the bytes of `even` and `odd`, in turn."""
+    """Return the upper four bits of the bytes of `even` and `odd`, in turn."""
     return ["shr.u32 even, even, 4;", f"lop3.b32 {out}, even, odd, 0x0F0F0F0F, 0xE4;"]
 
 
 def nearest_ptx(words: bool) -> str:
-    """PTX of the codes of sixteen neighbours, from eight words of bfloat16 pairs, or of eight from as many float32, and
-    the inverse scale of their block. $0 and $2 are eight codes each; $1 and $3 are nothing."""
+    """Return PTX of the codes of sixteen neighbours, from eight words of bfloat16 pairs, or of eight from as many
+    float32, and the inverse scale of their block. $0 and $2 are eight codes each; $1 and $3 are nothing."""
     if not words:
         lines = ["mov.b32 e, $10;", *_sums([f"${2 + i}" for i in range(8)], "$0"), "mov.b32 $1, 0;"]
     else:
@@ -129,8 +129,9 @@ def nearest_ptx(words: bool) -> str:
 
 
 def random_ptx(words: bool) -> str:
-    """PTX of the codes of eight neighbours, from four words of bfloat16 pairs or from eight float32, the inverse scale
-    of their block, the random bytes of four elements and those of the next four. $0 is eight codes; $1 is nothing."""
+    """Return PTX of the codes of eight neighbours, from four words of bfloat16 pairs or from eight float32, the inverse
+    scale of their block, the random bytes of four elements and those of the next four. $0 is eight codes; $1 is
+    nothing."""
     first = 2 + (4 if words else 8)
     source = [f"${2 + i}" for i in range(first - 2)]
     lines = [f"mov.b32 e, ${first};", "mov.b32 six, 0x0E000E00;"]
@@ -156,8 +157,9 @@ def random_ptx(words: bool) -> str:
 
 
 def guard_ptx() -> str:
-    """PTX of the inverse scale $1 = 1 / $2 of a block, negative where `_halves` may be wrong: $2 is the block's scale,
-    $3 the largest magnitude in it, $4 its E4M3 scale and $5 how many of these from the least normal one are in order.
+    """Return PTX of the inverse scale $1 = 1 / $2 of a block, negative where `_halves` may be wrong: $2 is the block's
+    scale, $3 the largest magnitude in it, $4 its E4M3 scale and $5 how many of these from the least normal one are in
+    order.
 
     x * e is a tie that goes down at 1/4, 5/4, 5/2 and 5. If it is one after it was rounded, then the scale, or 5 of it,
     is x times a power of two but for one part in 2^23; x has eight bits. So the last sixteen of the scale are within 2
@@ -194,7 +196,7 @@ _RANDOM_OPERANDS, _RANDOM_OF_WORDS_OPERANDS = _operands(2, 8 + 24), _operands(2,
 
 @triton.jit
 def guarded(e, d, a, s_b, in_order):
-    """The inverse scale e = 1 / d of blocks with maxima a and scales s_b, for `nearest_codes` of bfloat16."""
+    """Return the inverse scale e = 1 / d of blocks with maxima a and scales s_b, for `nearest_codes` of bfloat16."""
     return tl.inline_asm_elementwise(
         _GUARD, "=r,r,r,f,r,r", [e, d, a, s_b.to(tl.uint32), in_order], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -202,8 +204,8 @@ def guarded(e, d, a, s_b, in_order):
 
 @triton.jit
 def nearest_codes(v, e):
-    """E2M1 codes of v * e, two to a byte, eight to the first four of every eight bytes. If v is bfloat16, e comes from
-    `guarded`."""
+    """Return E2M1 codes of v * e, two to a byte, eight to the first four of every eight bytes. If v is bfloat16, e
+    comes from `guarded`."""
     if v.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _NEAREST_OF_WORDS, _NEAREST_OF_WORDS_OPERANDS, [v, e], dtype=tl.uint8, is_pure=True, pack=16
@@ -216,8 +218,8 @@ def nearest_codes(v, e):
 
 @triton.jit
 def random_codes(v, e, first, second):
-    """The same, rounded up where a random byte carries it over: `first` has the bytes of four elements, `second` of the
-    next four. As reference.round_stochastically computes them."""
+    """Return the same, rounded up where a random byte carries it over: `first` has the bytes of four elements, `second`
+    of the next four. As reference.round_stochastically computes them."""
     if v.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _RANDOM_OF_WORDS, _RANDOM_OF_WORDS_OPERANDS, [v, e, first, second], dtype=tl.uint8, is_pure=True, pack=8
@@ -229,7 +231,7 @@ def random_codes(v, e, first, second):
 
 
 def _product_ptx(factor: int) -> str:
-    """PTX of the low and the high word of a product, in one instruction; Triton's philox takes two."""
+    """Return PTX of the low and the high word of a product, in one instruction; Triton's philox takes two."""
     return f"{{ .reg .b64 product; mul.wide.u32 product, $2, {factor:#x}; mov.b64 {{$0, $1}}, product; }}"
 
 
@@ -245,7 +247,8 @@ def _low_and_high(x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def random_words(key, step, low, high, STREAM: tl.constexpr):
-    """Sixteen random bytes for each block, as four words, from the words of its index: those of philox.philox."""
+    """Return sixteen random bytes for each block, as four words, from the words of its index: those of
+    philox.philox."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     zero = low * 0
     c0, c1, c2, c3 = low, zero + high, zero + step.to(tl.uint32), zero + STREAM

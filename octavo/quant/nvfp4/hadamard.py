@@ -29,11 +29,11 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def turn(x: Tensor) -> Tensor:
-    """Rotate x [R, C], C a multiple of 16. Returns bfloat16 values in float32."""
+    """Rotate x [R, C], C a multiple of 16. Return bfloat16 values in float32."""
     groups = x.float().reshape(x.shape[0], x.shape[1] // SIZE, SIZE)
     return _butterfly(groups * _signs(x)).flatten(-2).to(torch.bfloat16).float()
 
 
 def turn_back(x: Tensor) -> Tensor:
-    """The inverse of `turn`, in float32, without a rounding of its own."""
+    """Return the inverse of `turn`, in float32, without a rounding of its own."""
     return (_butterfly(x.reshape(x.shape[0], x.shape[1] // SIZE, SIZE)) * _signs(x)).flatten(-2)

@@ -41,14 +41,14 @@ _LARGER_OF_TWO = tl.constexpr("""
 
 @triton.jit
 def _larger(a, b):
-    """The larger magnitude of two bfloat16, of any sign; NaN if either is."""
+    """Return the larger magnitude of two bfloat16, of any sign; NaN if either is."""
     return tl.inline_asm_elementwise(_LARGER_OF_PAIRS, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
 def multiplier(d, usual, LARGEST: tl.constexpr):
-    """1 / d, correctly rounded, and LARGEST if that is infinite; `usual` says that d is zero, NaN or a normal number
-    whose reciprocal is one."""
+    """Return 1 / d, correctly rounded, and LARGEST if that is infinite; `usual` says that d is zero, NaN or a normal
+    number whose reciprocal is one."""
     if usual:
         e = tl.inline_asm_elementwise(_FAST_RECIPROCAL, "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -59,13 +59,13 @@ def multiplier(d, usual, LARGEST: tl.constexpr):
 
 @triton.jit
 def _larger_of_two(v):
-    """The larger magnitude of every two neighbours, float32, NaN kept, and nothing beside it."""
+    """Return the larger magnitude of every two neighbours, float32, NaN kept, and nothing beside it."""
     return tl.inline_asm_elementwise(_LARGER_OF_TWO, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def inverse_scale_from(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
-    """S_enc, as reference.tensor_scales computes it; `global_scale` is the other result of that."""
+    """Return S_enc, as reference.tensor_scales computes it; `global_scale` is the other result of that."""
     quotient = divide(TOP, g)
     bad = (g == float("inf")) | (g != g)
     return tl.where((g == 0) | bad, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
@@ -81,7 +81,7 @@ def global_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
 
 @gluon.jit
 def block_amax(v):
-    """Largest magnitude of v [R, G, 16] along the last dim, float32, NaN kept."""
+    """Return the largest magnitude of v [R, G, 16] along the last dim, float32, NaN kept."""
     if v.dtype == gl.bfloat16:
         a, b = halves(v, 8)
         a, b = halves(_larger(a, b), 4)
@@ -94,7 +94,7 @@ def block_amax(v):
 
 @triton.jit
 def block_scales(a, s_enc, undo, LARGEST: tl.constexpr, GUARDED: tl.constexpr):
-    """(E4M3 scale, inverse scale) of blocks with these maxima: as reference.block_scales computes it."""
+    """Return (E4M3 scale, inverse scale) of blocks with these maxima: as reference.block_scales computes it."""
     # a * 0 is NaN if a is infinite: the hardware's cast would saturate
     s_b = tl.fma(a, s_enc * (1 / 6), a * 0).to(tl.float8e4nv)
     d = s_b.to(tl.float32) * undo

@@ -44,8 +44,8 @@ PROGRAMS = 2048  # the fewest programs of a launch of strips
 
 @gluon.jit
 def _random_bytes(key, step, row, block, across, like, STREAM: gl.constexpr, FAR: gl.constexpr):
-    """uint32 [R, G, 16]: the bytes of the first four elements of every eight, and those of the other four. The blocks
-    begin at `row` and `block` of rows of so many; FAR says that an index may not fit 32 bits."""
+    """Return uint32 [R, G, 16]: the bytes of the first four elements of every eight, and those of the other four. The
+    blocks begin at `row` and `block` of rows of so many; FAR says that an index may not fit 32 bits."""
     inner: gl.constexpr = gl.SliceLayout(2, like.type.layout)
     rows = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, inner))
     blocks = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, inner))
@@ -71,8 +71,8 @@ def _tile_layout(columns, warps, square):
 
 @gluon.jit
 def _places(first_row, first_column, row_step, column_step, R: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """(Where a tile begins, where its elements are from there, its rows, its columns). The second does not change from
-    tile to tile, and a loop over tiles computes it once."""
+    """Return (where a tile begins, where its elements are from there, its rows, its columns). The second does not
+    change from tile to tile, and a loop over tiles computes it once."""
     rows = gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     start = first_row.to(gl.int64) * row_step + first_column.to(gl.int64) * column_step
@@ -85,7 +85,8 @@ def _load_tile(
     x, M, K, stride_m, stride_k, first_row, first_column,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SQUARE: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """x[first_row:, first_column:] as [R, C] in its own dtype; zero outside, where nothing is if the tile is whole."""
+    """Return x[first_row:, first_column:] as [R, C] in its own dtype; zero outside, where nothing is if the tile is
+    whole."""
     start, at, rows, columns = _places(first_row, first_column, stride_m, stride_k, R, C, _tile_layout(C, W, SQUARE))
     if WHOLE:
         return gl.load(x + start + at)
@@ -95,7 +96,7 @@ def _load_tile(
 
 @gluon.jit
 def _store(out, values, M, K, first_row, first_column, row_step, column_step, WHOLE: gl.constexpr):
-    """values -> out[first_row:, first_column:] of [M, K] with these strides."""
+    """Store values to out[first_row:, first_column:] of [M, K] with these strides."""
     layout: gl.constexpr = values.type.layout
     R: gl.constexpr = values.shape[0]
     C: gl.constexpr = values.shape[1]
@@ -108,7 +109,7 @@ def _store(out, values, M, K, first_row, first_column, row_step, column_step, WH
 
 @gluon.jit
 def _store_scales(scale, s_b, M, K, first_row, first_column, SQUARE: gl.constexpr, WHOLE: gl.constexpr):
-    """Scales of the blocks of a tile that begins at first_row and first_column of [M, K]."""
+    """Store scales of the blocks of a tile that begins at first_row and first_column of [M, K]."""
     across = gl.cdiv(K, 16)
     if SQUARE:
         _store(scale, s_b, gl.cdiv(M, 16), across, first_row // 16, first_column // 16, across, 1, WHOLE)
@@ -123,9 +124,10 @@ def _orientation(
     LARGEST: gl.constexpr, GROUPED: gl.constexpr, FAR: gl.constexpr, WHOLE: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """v [R, C] of an [M, K] orientation -> packed codes, and an E4M3 scale for every 16 of a row, or of 16 rows. It is
-    written at first_row and first_column; what it is part of is [height, width], and there it begins at row and column:
-    the same without groups, and a group's own otherwise. `a` has the maxima of its blocks, or is None. Returns them."""
+    """Write the packed codes of v [R, C] of an [M, K] orientation, and an E4M3 scale for every 16 of a row, or of 16
+    rows. It is written at first_row and first_column; what it is part of is [height, width], and there it begins at row
+    and column: the same without groups, and a group's own otherwise. `a` has the maxima of its blocks, or is None.
+    Return them."""
     groups: gl.constexpr = C // 16
     if RHT:
         v = turn(v, R, C, NEGATIVE)
@@ -162,7 +164,7 @@ def _orientation(
 
 @gluon.jit
 def _only(packed, rows, columns):
-    """Codes [R, C/2] of the first so many rows and columns, an odd number perhaps; zero elsewhere."""
+    """Return codes [R, C/2] of the first so many rows and columns, an odd number perhaps; zero elsewhere."""
     layout: gl.constexpr = packed.type.layout
     is_row = gl.arange(0, packed.shape[0], layout=gl.SliceLayout(1, layout)) < rows
     column = 2 * gl.arange(0, packed.shape[1], layout=gl.SliceLayout(0, layout))
@@ -178,14 +180,14 @@ def _maxima_layout(rows, columns, warps):
 
 @gluon.jit
 def _nothing(R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Maxima [R, C/16] before the first tile: zeros."""
+    """Return maxima [R, C/16] before the first tile: zeros."""
     return gl.zeros((R, C // 16), gl.int32, layout=_maxima_layout(R, C, W))
 
 
 @gluon.jit
 def _maxima(v, R: gl.constexpr, C: gl.constexpr, RHT: gl.constexpr, NEGATIVE: gl.constexpr, like):
-    """float32 bits [R, C/16] of the largest magnitudes in v [R, C]; if turned, as `turned_magnitudes` has them. Laid
-    out like those."""
+    """Return float32 bits [R, C/16] of the largest magnitudes in v [R, C]; if turned, as `turned_magnitudes` has them.
+    Laid out like those."""
     if RHT:
         found = turned_magnitudes(v, R, C, NEGATIVE)
     else:
@@ -195,7 +197,7 @@ def _maxima(v, R: gl.constexpr, C: gl.constexpr, RHT: gl.constexpr, NEGATIVE: gl
 
 @gluon.jit
 def _quarter(bits):
-    """The float32 bits of a fourth of a float32, rounded to bfloat16."""
+    """Return the float32 bits of a fourth of a float32, rounded to bfloat16."""
     value = bits.to(gl.float32, bitcast=True) * 0.25
     return value.to(gl.bfloat16).to(gl.float32).to(gl.int32, bitcast=True)
 
@@ -256,7 +258,8 @@ def _amax_kernel(
 def _store_globals(
     scales, amax, M, pm, TOP: gl.constexpr, LARGEST: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Of all groups, between the rows of tiles: a group without rows has a global scale too, and no tile."""
+    """Store the global scales of all groups, between the rows of tiles: a group without rows has a global scale too,
+    and no tile."""
     for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
         gl.store(scales + g, global_scale(gl.load(amax + g), TOP, LARGEST))
 

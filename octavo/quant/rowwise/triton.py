@@ -64,8 +64,8 @@ def _orientation(
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v, [R, C] of an [M, K] orientation -> its codes; whoever holds the first columns writes the rows' scales, if
-    not somebody else does."""
+    """Write the codes of v, [R, C] of an [M, K] orientation; whoever holds the first columns writes the rows' scales,
+    if not somebody else does."""
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
     s, undo = inverse_scale_from(gl.load(amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
     if scale is not None:
@@ -79,7 +79,8 @@ def _store_column_scales(
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Of all groups, between the tiles that hold the same columns: a group without rows has scales too, and no tile."""
+    """Store the column scales of all groups, between the tiles that hold the same columns: a group without rows has
+    scales too, and no tile."""
     columns = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, dual.row_layout(ROWS, W)))
     for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
         at = g.to(gl.int64) * K + columns  # type: ignore[attr-defined]

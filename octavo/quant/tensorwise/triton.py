@@ -37,7 +37,7 @@ _INF = gl.constexpr(0x7F800000)  # bits of float32; those of NaN are above
 
 @gluon.jit
 def multiplier(amax, inverse_scale, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
-    """(inverse scale, its reciprocal) of a group, or of all."""
+    """Return (inverse scale, its reciprocal) of a group, or of all."""
     if inverse_scale is not None:
         s = gl.load(inverse_scale + g)
         undo = divide(1.0, s)
@@ -56,7 +56,7 @@ def store_scale(row_scale, column_scale, g, undo):
 
 @gluon.jit
 def store_given_scale(row_scale, column_scale, inverse_scale, s):
-    """Stores the scale of an inverse scale that was given for the whole tensor. A kernel with several loads calls it
+    """Store the scale of an inverse scale that was given for the whole tensor. A kernel with several loads calls it
     after them and before the first use of what they bring. It is a branch, and a load before a branch stays there: else
     ptxas moves loads down to where their values are needed, and a program waits for memory several times."""
     if inverse_scale is not None:
@@ -69,9 +69,9 @@ def _store_tile(
     v, s, largest, row, column, M, K, pitch, first_row, first_column,
     GIVEN: gl.constexpr, TRANSPOSE_CODES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By an inverse
-    scale that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN.
-    `largest` is None or the bits of v's amax: if that is finite, no code of E5M2 is compared with Inf."""
+    """Store the codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By an
+    inverse scale that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale
+    is NaN. `largest` is None or the bits of v's amax: if that is finite, no code of E5M2 is compared with Inf."""
     kind: gl.constexpr = row.dtype.element_ty if row is not None else column.dtype.element_ty
     if GIVEN and (largest is not None) and (kind == gl.float8e5):
         if largest < _INF:
@@ -115,9 +115,9 @@ def put(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the inverse scale s is known.
-    RULE: whether it was given, how an inverse scale follows from an amax, and whether codes are transposed or values.
-    The kernel stores the scales itself."""
+    """Cast a tile (`octavo.kernels.tile_cast`) as `_cast_kernel` does, once the inverse scale s is known. RULE: whether
+    it was given, how an inverse scale follows from an amax, and whether codes are transposed or values. The kernel
+    stores the scales itself."""
     largest = None
     if running_amax is not None:
         largest = amax_bits(v)
@@ -133,7 +133,7 @@ def measure(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """In place of a tile cast, in a pass before it: raises the amax that the inverse scale follows from."""
+    """Raise the amax that the inverse scale follows from: in place of a tile cast, in a pass before it."""
     raise_amax(running_amax, amax_bits(v))
 
 
@@ -222,15 +222,16 @@ def _cast_launch(
 
 
 def is_transposable(config: Config) -> bool:
-    """Whether `dual.store_transposed` is meant for tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128
-    rows, for 64x32 on 4 warps and for 64x128 on 16."""
+    """Return whether `dual.store_transposed` is meant for tiles of this size. Triton 3.6 writes wrong bytes for tiles
+    of 128 rows, for 64x32 on 4 warps and for 64x128 on 16."""
     return config.rows <= 64 and config.columns >= 64 and config.warps <= 8
 
 
 def transposes_codes(config: Config, device: torch.device) -> bool:
-    """Whether the columns of a tile of this size are the transposed codes of its rows, rather than codes of transposed
-    values: both write the same bytes. The first question about a size runs a cast each way, which stands for all
-    kernels with such tiles. Caches of launches take the answer as an argument: while a graph is captured it is no."""
+    """Return whether the columns of a tile of this size are the transposed codes of its rows, rather than codes of
+    transposed values: both write the same bytes. The first question about a size runs a cast each way, which stands for
+    all kernels with such tiles. Caches of launches take the answer as an argument: while a graph is captured it is
+    no."""
     return is_transposable(config) and _transposed_codes(config, device).is_on()
 
 

@@ -1,4 +1,4 @@
-"""Records a layer's call as the source of a function.
+"""Record a layer's call as the source of a function.
 
 Every operator and every launch becomes a line; tensors become names, which are deleted after their last use. A call
 that reads a value, or a tensor that it was not given, is refused.
@@ -63,7 +63,7 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses functions that read or move memory without an operator."""
+    """Refuse functions that read or move memory without an operator."""
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ _UNSEEN = frozenset((
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators and launches. It tells tensors apart by identity, and does not keep them."""
+    """Record operators and launches. It tells tensors apart by identity, and does not keep them."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield f"{self._constant(launch.enter_context)}({self._index})"
 
     def function(self, about: Any, results: Iterable[Tensor | None]) -> Callable[..., Any]:
-        """The recorded call, as a function of the inputs that returns `about` and these tensors."""
+        """Return the recorded call, as a function of the inputs that returns `about` and these tensors."""
         uses: list[str] = []
         returned = [self._said(t, uses) for t in results]
         if self._why:
@@ -291,12 +291,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _turns(func: Any, args: Any) -> bool:
-    """Whether this transposes a matrix, for which there is a shorter way."""
+    """Return whether this transposes a matrix, for which there is a shorter way."""
     return func is torch.ops.aten.permute.default and list(args[1]) == [1, 0]
 
 
 def _covers(view: Tensor, t: Tensor) -> bool:
-    """Whether a view is all of a tensor's memory, in elements of the same size: either might have been allocated."""
+    """Return whether a view is all of a tensor's memory, in elements of the same size: either might have been
+    allocated."""
     begins = view.data_ptr() == t.data_ptr() and view.element_size() == t.element_size()
     return begins and 0 < view.numel() == t.numel() and _extent(view) == _extent(t)
 

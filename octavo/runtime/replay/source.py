@@ -30,7 +30,7 @@ def address(name: str) -> str:
 
 
 def needed(lines: list[Line], returned: set[str]) -> list[Line]:
-    """The lines, without idle ones whose results are not used."""
+    """Return the lines, without idle ones whose results are not used."""
     used, kept = set(returned), list[Line]()
     for line in reversed(lines):
         if not line.idle or used.intersection(line.makes):
@@ -58,7 +58,7 @@ def without_detached(lines: list[Line], returned: set[str]) -> list[Line]:
 
 
 def renamed(line: Line, names: dict[str, str]) -> Line:
-    """The line, with other names for the tensors that it uses."""
+    """Return the line, with other names for the tensors that it uses."""
     used = [name for name in (*line.uses, *line.addresses) if name in names]
     if not used:
         return line
@@ -71,7 +71,7 @@ def renamed(line: Line, names: dict[str, str]) -> Line:
 
 
 def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> list[Line]:
-    """The lines, where a tensor that is used only in one other form is allocated in that form: one view less."""
+    """Return the lines, where a tensor that is used only in one other form is allocated in that form: one view less."""
     for i, line in enumerate(lines):
         first, one = line.uses[:1], line.makes[:1]
         if not (line.idle and first and one and one[0] in forms and len(line.makes) == 1) or first[0] in returned:
@@ -88,9 +88,9 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
 def with_aliases(
     lines: list[Line], aliases: dict[str, tuple[str, str]], inputs: set[str], returned: set[str]
 ) -> list[Line]:
-    """The lines, with views made straight from the tensor that they are views of, and none where a view of a view is
-    that tensor again. `aliases` has this tensor for each view, and what makes the view. One that is returned or written
-    to stays, with all that it is a view of: it shares a gradient and a version."""
+    """Return the lines, with views made straight from the tensor that they are views of, and none where a view of a
+    view is that tensor again. `aliases` has this tensor for each view, and what makes the view. One that is returned or
+    written to stays, with all that it is a view of: it shares a gradient and a version."""
     shared = set(returned)
     for line in reversed(lines):
         if line.writes or (line.idle and shared.intersection(line.makes)):
@@ -112,7 +112,7 @@ def with_aliases(
 
 
 def readdressed(line: Line, old: str, new: str) -> Line:
-    """The line, with the address of one tensor replaced by that of another."""
+    """Return the line, with the address of one tensor replaced by that of another."""
     if old not in line.addresses:
         return line
     addresses = tuple(new if name == old else name for name in line.addresses)
@@ -120,8 +120,8 @@ def readdressed(line: Line, old: str, new: str) -> Line:
 
 
 def with_late_allocations(lines: list[Line]) -> list[Line]:
-    """The lines, with each allocation right before the first line that uses its tensor: what is let go in between makes
-    room for it."""
+    """Return the lines, with each allocation right before the first line that uses its tensor: what is let go in
+    between makes room for it."""
     waiting: dict[str, Line] = {}
     kept: list[Line] = []
     for line in lines:
@@ -134,8 +134,8 @@ def with_late_allocations(lines: list[Line]) -> list[Line]:
 
 
 def with_one_fill(lines: list[Line], returned: set[str], zeros: Callable[[int], str]) -> list[Line]:
-    """The lines, with one allocation for all small zeros that are used by their addresses alone. `zeros` writes an
-    allocation of so many bytes."""
+    """Return the lines, with one allocation for all small zeros that are used by their addresses alone. `zeros` writes
+    an allocation of so many bytes."""
     used = returned.union(*[line.uses for line in lines])
     starts: dict[str, int] = {}
     total = 0
@@ -156,7 +156,7 @@ def with_one_fill(lines: list[Line], returned: set[str], zeros: Callable[[int], 
 
 
 def _moved(line: Line, starts: dict[str, int], one: str) -> Line:
-    """The line, with places in one tensor for the addresses of several."""
+    """Return the line, with places in one tensor for the addresses of several."""
     text = line.text
     for name in starts.keys() & set(line.addresses):
         place = address(one) + (f" + {starts[name]}" if starts[name] else "")
@@ -166,7 +166,7 @@ def _moved(line: Line, starts: dict[str, int], one: str) -> Line:
 
 
 def with_addresses_once(lines: list[Line], inputs: set[str]) -> list[Line]:
-    """The lines, with a name for each address that is used more than once."""
+    """Return the lines, with a name for each address that is used more than once."""
     often = Counter(found for line in lines for found in ADDRESS.findall(line.text))
     names = {name: f"{name}_at" for name, count in often.items() if count > 1}
     kept = [_asked(name, names) for name in names if name in inputs]
@@ -181,7 +181,7 @@ def _asked(name: str, names: dict[str, str]) -> Line:
 
 
 def with_deletions(lines: list[Line], returned: set[str]) -> Iterable[str]:
-    """The lines, each followed by a deletion of the tensors that no later one uses."""
+    """Return the lines, each followed by a deletion of the tensors that no later one uses."""
     last: dict[str, int] = {}
     own = {name for line in lines for name in line.makes}
     for n, line in enumerate(lines):

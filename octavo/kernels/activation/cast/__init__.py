@@ -40,12 +40,12 @@ class VectorGradients(NamedTuple):
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, dtype: torch.dtype) -> str:
-    """Returns "" if these orientations are written without the value itself, else a sentence with the reason."""
+    """Return "" if these orientations are written without the value itself, else a sentence with the reason."""
     return tile_cast.fuses(row, column, True, dtype, "the activation")
 
 
 def forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
-    """Fills the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`. Returns the amax that the
+    """Fill the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`. Return the amax that the
     scale of a Tensorwise follows from, [1, 1] or one for each group; None if an inverse scale is given."""
     x = inputs.x
     assert x is not None
@@ -65,7 +65,7 @@ def backward(
     bias_grad: torch.dtype | None = None,
     scales_grad: torch.dtype | None = None,
 ) -> VectorGradients:
-    """Fills the codes of dx, and the column codes of y again if `y` has them. Returns the gradients of bias and scales
+    """Fill the codes of dx, and the column codes of y again if `y` has them. Return the gradients of bias and scales
     whose dtypes are given. x may be None unless `fn.remembers`, y is filled or scales want a gradient. Groups are those
     of dx's cast arguments, also where dx has no codes; y's must be the same."""
     m, width = dy.shape
@@ -83,14 +83,14 @@ def backward(
 
 
 def writes_dx(fn: Function, dy: Tensor, inputs: Inputs, spec: Quantizer | None) -> bool:
-    """Whether `backward` writes dx and then casts it by `spec`. A caller that is to free dy and x in between calls
-    `value` and `fill` in its place, to the same bits."""
+    """Return whether `backward` writes dx and then casts it by `spec`. A caller that is to free dy and x in between
+    calls `value` and `fill` in its place, to the same bits."""
     found: bool = backend.implementation(__name__, dy).writes_dx(fn, dy, inputs, spec)
     return found
 
 
 def plain_forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
-    """Writes y, then casts it."""
+    """Write y, then cast it."""
     x, scales, bias, seed = inputs
     assert x is not None
     return fill(activation.forward(fn, x, scales, bias, seed, _end(y.cast_args.groups)), y)
@@ -105,7 +105,7 @@ def plain_backward(
     bias_grad: torch.dtype | None,
     scales_grad: torch.dtype | None,
 ) -> VectorGradients:
-    """Fills the column codes of y, if `y` has them, by `forward`; then writes dx and casts it."""
+    """Fill the column codes of y, if `y` has them, by `forward`; then write dx and cast it."""
     wants_dx = dx.pair != (None, None)
     found, written = value(fn, dy, inputs, wants_dx, dx.cast_args.groups, y, bias_grad, scales_grad)
     if written is not None:
@@ -123,7 +123,7 @@ def value(
     bias_grad: torch.dtype | None = None,
     scales_grad: torch.dtype | None = None,
 ) -> tuple[VectorGradients, Tensor | None]:
-    """Returns what `backward` does, and dx itself, whose codes are still to be filled."""
+    """Return what `backward` does, and dx itself, whose codes are still to be filled."""
     if y.pair[1] is not None:
         forward(fn, inputs, y)
     needs_dx = wants_dx or (groups is not None and bias_grad is not None)
@@ -137,13 +137,13 @@ def value(
 
 
 def _end(groups: Groups | None) -> Tensor | None:
-    """Returns where the tail begins, on the device."""
+    """Return where the tail begins, on the device."""
     return None if groups is None else groups.start[-1:]
 
 
 def fill(value: Tensor, target: Target) -> Tensor | None:
-    """Casts a value, and returns the one amax that its scale follows from, if there is one. Codes of groups may have
-    more columns, which are zeros."""
+    """Cast a value, and return the one amax that its scale follows from, if there is one. Codes of groups may have more
+    columns, which are zeros."""
     (row, column), cast_args = target
     wide = row.columns if row is not None else column.rows if column is not None else value.shape[1]
     if wide > value.shape[1]:
@@ -160,7 +160,7 @@ def fill(value: Tensor, target: Target) -> Tensor | None:
 
 
 def _check_sizes(target: Target, m: int, k: int, what: str) -> None:
-    """Raises if the codes do not fit: packed rows [m, k], or for groups their padded layout and at least k columns."""
+    """Raise if the codes do not fit: packed rows [m, k], or for groups their padded layout and at least k columns."""
     groups = target.cast_args.groups
     if groups is not None and groups.rows != m:
         raise UnsupportedShape(

@@ -18,7 +18,7 @@ _UNUSED_BITS = gl.constexpr(32 - DRAWN_BITS)
 
 @gluon.jit
 def places_of_tile(first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Rows [R] and columns [C] of a tile."""
+    """Return rows [R] and columns [C] of a tile."""
     layout: gl.constexpr = dual.row_layout(C, W)
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
@@ -27,7 +27,8 @@ def places_of_tile(first_row, first_column, R: gl.constexpr, C: gl.constexpr, W:
 
 @gluon.jit
 def live_mask(rows, columns, end, H, WHOLE: gl.constexpr):
-    """A mask of the elements of a tile that exist; of its rows alone where tiles cover the columns exactly (WHOLE)."""
+    """Return a mask of the elements of a tile that exist; of its rows alone where tiles cover the columns exactly
+    (WHOLE)."""
     if WHOLE:  # with other savings of its kind, the gradient of SwiGLU went from 87 to 72 instructions an element
         return (rows < end)[:, None]
     else:
@@ -36,8 +37,8 @@ def live_mask(rows, columns, end, H, WHOLE: gl.constexpr):
 
 @gluon.jit
 def times_scales(value, scales, rows, live, end, WHOLE: gl.constexpr):
-    """value by the scales of its rows; zero outside, where a scale of Inf meets the zeros of columns that do not exist.
-    The scales of rows that do not exist are zero."""
+    """Multiply values by the scales of their rows; zero outside, where a scale of Inf meets the zeros of columns that
+    do not exist. The scales of rows that do not exist are zero."""
     value = value * scales_of(scales, rows, end)
     if WHOLE:
         return value
@@ -53,14 +54,14 @@ def load_raw(x, rows, columns, live, stride_m, stride_k):
 
 @gluon.constexpr_function
 def elements_per_register(dtype):
-    """How many elements a register holds."""
+    """Return how many elements a register holds."""
     return 32 // dtype.primitive_bitwidth
 
 
 @gluon.jit
 def compute_here(v):
-    """v, computed no later than here: the compiler would move the computation to where v is used, and keep its wider
-    inputs in registers until then."""
+    """Return v, computed no later than here: the compiler would move the computation to where v is used, and keep its
+    wider inputs in registers until then."""
     # the backward of SwiGLU takes 80 registers with this and 128 without: six programs share a multiprocessor, not four
     pack: gl.constexpr = elements_per_register(v.dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=pack)
@@ -68,7 +69,7 @@ def compute_here(v):
 
 @gluon.jit
 def with_bias(v, bias, columns, limit, live):
-    """float32 of v, the bias added; zero outside, as v is: the counterpart of activation.triton._values."""
+    """Return float32 of v, the bias added; zero outside, as v is: the counterpart of activation.triton._values."""
     wide = v.to(gl.float32)
     if bias is not None:
         wide += gl.load(bias + columns, mask=columns < limit, other=0.0).to(gl.float32)[None, :]
@@ -78,7 +79,7 @@ def with_bias(v, bias, columns, limit, live):
 
 @gluon.jit
 def drop_out(v, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
-    """v where it stays, made larger, or zero: the counterpart of reference.kept, a counter for every element."""
+    """Return v where it stays, made larger, or zero: the counterpart of reference.kept, a counter for every element."""
     index = rows.to(gl.int64)[:, None] * gl.cdiv(H, 4) + (columns // 4)[None, :]
     low, high = index.to(gl.uint32), (index >> 32).to(gl.uint32)
     zero = low * 0
@@ -96,7 +97,8 @@ def scales_of(scales, rows, end):
 
 @gluon.jit
 def multiplier_of(inverse_scale, measured, g, RULE: gl.constexpr):
-    """Asked for early, so that it comes while x does; 1 of a sink that finds its own."""
+    """Return the inverse scale of a tile cast, asked for early, so that it comes while x does; 1 if the cast finds its
+    own."""
     if inverse_scale is not None:
         return gl.load(inverse_scale + g)
     elif measured is not None:
@@ -110,10 +112,10 @@ def multiplier_of(inverse_scale, measured, g, RULE: gl.constexpr):
 def store_group_scales(
     row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE: gl.constexpr, ROWS: gl.constexpr
 ):
-    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own, and
-    `store_given_scale` that of a given inverse scale outside of groups. Backward calls it just before a cast, one
-    orientation at a time: without a branch between them, the compiler mixes the casts and keeps twice the values in
-    registers."""
+    """Store the scales of groups. A group without rows has a scale too, and no tile: the tiles share out the groups.
+    Blocks store their own, and `store_given_scale` that of a given inverse scale outside of groups. Backward calls it
+    just before a cast, one orientation at a time: without a branch between them, the compiler mixes the casts and keeps
+    twice the values in registers."""
     if (inverse_scale is not None) or (measured is not None):
         if pk == 0:
             for i in range(pm, G, gl.maximum(gl.cdiv(M, ROWS), 1)):
@@ -126,7 +128,8 @@ def finish_value(
     value, like, scales, seed, rows, columns, live, end, H,
     DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """y of the function's own value, as it would have been written; zero outside, where the function need not be."""
+    """Return y of the function's own value, as it would have been written; zero outside, where the function need not
+    be."""
     if AT_ZERO:
         value = gl.where(live, value, 0.0)
     if scales is not None:
@@ -138,7 +141,7 @@ def finish_value(
 
 @gluon.jit
 def begin_gradient(dy, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
-    """The gradient of the scaled value: zero outside, and so is all that is made of it."""
+    """Return the gradient of the scaled value: zero outside, and so is all that is made of it."""
     g = dy.to(gl.float32)
     if seed is not None:
         g = drop_out(g, seed, rows, columns, H, DROP, KEPT)
@@ -147,7 +150,7 @@ def begin_gradient(dy, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.cons
 
 @gluon.jit
 def unscale_gradient(g, scales, rows, live, end, WHOLE: gl.constexpr):
-    """The gradient of the function's own value."""
+    """Return the gradient of the function's own value."""
     if scales is not None:
         g = times_scales(g, scales, rows, live, end, WHOLE)
     return g
@@ -155,13 +158,13 @@ def unscale_gradient(g, scales, rows, live, end, WHOLE: gl.constexpr):
 
 @gluon.jit
 def store_sums(parts, v, pm, columns, limit, N):
-    """Sums of a tile down its columns, to a row of parts [tiles down, N]."""
+    """Store sums of a tile down its columns, to a row of parts [tiles down, N]."""
     total = gl.sum(v.to(gl.float32), 0)
     gl.store(parts + pm.to(gl.int64) * N + columns, total, mask=columns < limit)
 
 
 @gluon.jit
 def store_row_sums(parts, v, first_row, pk, M, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Sums of a tile along its rows, to a row of parts [tiles across, M]."""
+    """Store sums of a tile along its rows, to a row of parts [tiles across, M]."""
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
     gl.store(parts + pk.to(gl.int64) * M + rows, gl.sum(v, 1), mask=rows < M)

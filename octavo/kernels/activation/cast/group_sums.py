@@ -35,7 +35,7 @@ def _group_sums_kernel(parts, out, block, N, EACH: tl.constexpr, DOWN: tl.conste
 
 
 def group_sums(parts: Tensor, groups: Groups, rows: int, dtype: torch.dtype) -> Tensor:
-    """Sums parts [padded / rows, N], one for every so many rows of the padded layout, to [G, N]."""
+    """Sum parts [padded / rows, N], one for every so many rows of the padded layout, to [G, N]."""
     out = torch.empty(groups.number, parts.shape[1], dtype=dtype, device=parts.device)
     _group_sums_launch(groups.number, parts.shape[1], BLOCK // rows)(parts, out, groups.block)
     return out
@@ -66,7 +66,7 @@ def _row_sums_kernel(
 
 
 def row_sums(parts: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Sums parts [tiles, padded] to packed rows [rows], with a zero tail."""
+    """Sum parts [tiles, padded] to packed rows [rows], with a zero tail."""
     out = torch.zeros(groups.rows, dtype=dtype, device=parts.device)
     _row_sums_launch(*parts.shape)(parts, out, groups.source, groups.live)
     return out

@@ -124,7 +124,7 @@ def _backward_kernel(
     AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr, AGAIN_PUT: gl.constexpr, AGAIN_RULE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """A tile of dy, and all that follows from it."""
+    """Compute a tile of dy, and all that follows from it."""
     pm, pk = tile_index(H, COLUMNS)
     first, end, group = pm * ROWS, M, 0
     if owner is not None:
@@ -207,7 +207,8 @@ def _backward_kernel(
 
 @gluon.jit
 def _pairs_of(columns, H, INTERLEAVE: gl.constexpr):
-    """Of columns of x: the column of dy that they belong to, where its a and b are, and whether they hold a."""
+    """Return, for columns of x, the column of dy that they belong to, where its a and b are, and whether they hold
+    a."""
     if INTERLEAVE:
         pair, within = columns // (2 * INTERLEAVE), columns % INTERLEAVE
         a = pair * (2 * INTERLEAVE) + within
@@ -229,7 +230,7 @@ def _woven_kernel(
     PUT: gl.constexpr, RULE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """A tile of dx of a gated function, wherever its a and b are."""
+    """Compute a tile of dx of a gated function, wherever its a and b are."""
     N = 2 * H
     pm, pk = tile_index(N, COLUMNS)
     first, end, group = pm * ROWS, M, 0
@@ -303,7 +304,7 @@ _NO_PASS = _Cast()
 
 
 def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
-    """Returns the pass that measures first, None if scales or amaxes are given or scales follow from blocks; and the
+    """Return the pass that measures first, None if scales or amaxes are given or scales follow from blocks; and the
     cast."""
     if target.pair == (None, None):
         return None, _NO_PASS
@@ -320,7 +321,7 @@ def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
 
 
 def _scales(groups: Groups | None) -> int:
-    """Returns the number of scales of a Tensorwise: one, or one for each group."""
+    """Return the number of scales of a Tensorwise: one, or one for each group."""
     return 1 if groups is None else groups.number
 
 
@@ -331,7 +332,7 @@ def _device(pair: tile_cast.QTensorPair) -> torch.device:
 
 
 def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
-    """Whether the codes have no columns besides those of the values, which the kernels would not write."""
+    """Return whether the codes have no columns besides those of the values, which the kernels would not write."""
     row, column = pair
     return (row is None or row.columns == width) and (column is None or column.rows == width)
 
@@ -445,24 +446,24 @@ class _Backward(NamedTuple):
 
 
 def backward_configs(by_halves: bool, more: bool, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns the tiles to choose from. `more`: rows in groups, a measured scale, or the gradient of row scales."""
+    """Return the tiles to choose from. `more`: rows in groups, a measured scale, or the gradient of row scales."""
     if not by_halves:
         return CONFIGS
     return _gated_configs(dtype, GROUP_CONFIGS if more else GATED_CONFIGS)
 
 
 def _gated_configs(dtype: torch.dtype, configs: tuple[Config, ...] = GATED_CONFIGS) -> tuple[Config, ...]:
-    """Returns the tiles for this dtype. float32 skips those of more than 16 elements a thread, which may spill."""
+    """Return the tiles for this dtype. float32 skips those of more than 16 elements a thread, which may spill."""
     return tuple(c for c in configs if dtype != torch.float32 or c.rows * c.columns <= 512 * c.warps)
 
 
 def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
-    """Whether one program writes both da and db of a gated function."""
+    """Return whether one program writes both da and db of a gated function."""
     return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
 def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs, width: int) -> bool:
-    """Whether the kernel that writes dx may write y too; otherwise y takes a pass of its own."""
+    """Return whether the kernel that writes dx may write y too; otherwise y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
     refused = tile_cast.unsupported_reason((None, again), cast_args, x.dtype, _WHAT, measures=True)
@@ -470,7 +471,7 @@ def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs,
 
 
 def function_constants(fn: Function) -> dict[str, Any]:
-    """Returns the function's constants and AT_ZERO: whether y may be nonzero at x = 0, which masked loads return."""
+    """Return the function's constants and AT_ZERO: whether y may be nonzero at x = 0, which masked loads return."""
     gate = not fn.gated or fn.offset != 0.0 or fn.gate not in _ZERO_AT_ZERO
     return {**constants(fn), "AT_ZERO": gate and fn.curve not in _ZERO_AT_ZERO}
 

@@ -25,8 +25,8 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
 
 @gluon.jit
 def place_of(t, span, down, across):
-    """Tile number -> (group, tile down at which its span begins, tile across, tile down within the span). A span of
-    tiles down goes all the way across before the next one begins, so that both operands stay in the cache."""
+    """Return (group, tile down at which its span begins, tile across, tile down within the span) of a tile's number. A
+    span of tiles down goes all the way across before the next one begins, so that both operands stay in the cache."""
     at = t // span
     line = at // across
     tall = down // span
@@ -35,8 +35,8 @@ def place_of(t, span, down, across):
 
 @gluon.jit
 def place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across):
-    """The place so many groups, tiles down, across and within a span further on. It takes no divisions, the slowest
-    arithmetic between tiles."""
+    """Return the place so many groups, tiles down, across and within a span further on. It takes no divisions, the
+    slowest arithmetic between tiles."""
     low += step_low
     carry = (low >= span).to(gl.int32)
     low -= carry * span
@@ -50,7 +50,8 @@ def place_after(group, top, n, low, step_group, step_top, step_n, step_low, span
 
 @gluon.jit
 def depth_of(group, block, G):
-    """The blocks that a tile of a group is contracted over; of any group, since it is asked for one tile ahead."""
+    """Return the blocks that a tile of a group is contracted over; of any group, since it is asked for one tile
+    ahead."""
     group = gl.minimum(group, G - 1)
     return gl.load(block + group), gl.load(block + group + 1)
 
@@ -86,7 +87,7 @@ def load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, 
 
 @gluon.jit
 def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.constexpr):
-    """A half of a tile, where it belongs in `out` [G, N, K], or added to what is there."""
+    """Write a half of a tile where it belongs in `out` [G, N, K], or add it to what is there."""
     H: gl.constexpr = total.shape[0]
     ACROSS: gl.constexpr = total.shape[1]
     FLAT: gl.constexpr = flat_layout(ACROSS)
@@ -102,7 +103,8 @@ def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.const
 
 @gluon.jit
 def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
-    """Where no tile has rows of two groups, the copy unit writes it, and nobody waits."""
+    """Hand a half of a tile to the copy unit, which writes it while nobody waits. No tile has rows of two groups
+    there."""
     wait_until_read()
     room.store(total.to(whole.dtype))
     fence_async_shared()
@@ -111,7 +113,7 @@ def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
 
 @gluon.jit
 def _add_scaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
-    """The sum and a product by its scales, whose buffer is given back. Threads have read scales there themselves:
+    """Add a product by its scales to the sum, and give its buffer back. Threads have read scales there themselves:
     without the fence the copy unit, which does not wait for their reads, was seen to put the next ones there before all
     were done. No scale comes from global memory, whose loads the fence might wait for too."""
     H: gl.constexpr = SIZE // 2
@@ -129,8 +131,8 @@ def _add_then_scale(
     HALF: gl.constexpr, left, right, ready, empty, stage, phase, a_scale, b_scale, first, end, group, m, n,
     N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
 ):  # fmt: skip
-    """The sum of a half tile by the scales of its group. Those of an empty group are not read: its sum is zero whatever
-    they hold."""
+    """Return the sum of a half tile by the scales of its group. Those of an empty group are not read: its sum is zero
+    whatever they hold."""
     H: gl.constexpr = SIZE // 2
     SUM: gl.constexpr = sum_layout()
     rows = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
@@ -149,9 +151,9 @@ def multiply_depth(
     HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, a_scale, b_scale, block,
     G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows. A scale reaches 128 far, and is copied with the codes (`of_rows`, `of_columns`), or
-    over all rows of a group, and multiplies the sum (`a_scale`, `b_scale`). The sums of a wide tile are in four
-    parts."""
+    """Multiply one half of each tile's rows. A scale reaches 128 far, and is copied with the codes (`of_rows`,
+    `of_columns`), or over all rows of a group, and multiplies the sum (`a_scale`, `b_scale`). The sums of a wide tile
+    are in four parts."""
     ACROSS: gl.constexpr = right.shape[1]
     WIDE: gl.constexpr = ACROSS == 4 * QUARTER
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, ACROSS)

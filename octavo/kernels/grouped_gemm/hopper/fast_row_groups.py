@@ -66,7 +66,7 @@ def _launch(programs: int, sizes: tuple[int, ...], a_each: bool, b_each: bool, s
 
 
 def fast_tile(n: int, blocks: int, programs: int) -> tuple[int, int]:
-    """Returns the columns of a result tile, and how many buffers fit beside the room for its rows; there are at most
+    """Return the columns of a result tile, and how many buffers fit beside the room for its rows; there are at most
     `blocks` blocks of rows. The bits of a sum do not depend on the choice."""
     # without a second sum to promote the first into, a warpgroup has registers for 64x256. For each product such a tile
     # reads a quarter less from L2, and moves a fifth less through shared memory

@@ -1,4 +1,4 @@
-"""Unquantized rows in groups: multiplies each group by its own matrix."""
+"""Unquantized rows in groups: multiply each group by its own matrix."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
@@ -31,7 +31,7 @@ from octavo.quant.groups import BLOCK, Groups
 
 @gluon.jit
 def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, depth, TRANSPOSED: gl.constexpr):
-    """The sum of one half of a tile over so many elements of the contraction, and the buffer after them."""
+    """Return the sum of one half of a tile over so many elements of the contraction, and the buffer after them."""
     H: gl.constexpr = left.shape[1] // 2
     DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
@@ -77,7 +77,8 @@ def plain_rows_kernel(
     a, b, out, bias, scales, a_global, b_global, owner, block, source, live, G, N, K, group_rows, group_columns,
     TRANSPOSED: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """b [G * N, K], or [G * K, N] if TRANSPOSED. Its matrices begin so many rows, or columns, after each other."""
+    """Return b [G * N, K], or [G * K, N] if TRANSPOSED. Its matrices begin so many rows, or columns, after each
+    other."""
     left, right = room_for_tiles(a, b, COUNT)
     ready, empty = barriers(COUNT)
     gl.warp_specialize(
@@ -102,7 +103,7 @@ WIDE, NARROW = (256, 4), (128, 6)
 
 
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
-    """Returns b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
+    """Return b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
     tile of a transposed one must not reach into the next group, whose values may be NaN."""
     for matrices, transposed in ((b, False), (b.transpose(1, 2), True)):
         if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (transposed and b.shape[2] % DEPTH):
@@ -127,7 +128,7 @@ def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor |
 def decoded_rows(
     a: Tensor, b: Tensor, out: Tensor, groups: Groups, factors: tuple[Tensor | None, ...], height: int, along: str
 ) -> None:
-    """Computes `plain_rows` for one matrix b with those of the groups stacked in it: one begins `height` rows, or
+    """Compute `plain_rows` for one matrix b with those of the groups stacked in it: one begins `height` rows, or
     columns, after the previous one. `factors`: the bias, its scales, and the global scales of a and of b."""
     _rows(a, b, out, groups, factors, (height, 0) if along == "rows" else (0, height), False)
 
@@ -151,7 +152,7 @@ def _plain_rows_launch(programs: int, sizes: tuple[int, ...], transposed: bool, 
 
 
 def plain_tile(out: Tensor) -> tuple[int, int]:
-    """Returns the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
+    """Return the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
     n = out.shape[-1]
     return WIDE if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else NARROW
 

@@ -27,7 +27,7 @@ QUARTER = gl.constexpr(64)  # rows and columns
 
 @gluon.jit
 def _begun(mine, right, PART: gl.constexpr):
-    """The product of the rows with a quarter of the columns, begun."""
+    """Begin the product of the rows with a quarter of the columns."""
     zero = gl.zeros((QUARTER, QUARTER), gl.float32, layout=sum_layout(QUARTER))
     columns = right.slice(PART * QUARTER, QUARTER, dim=0).permute((1, 0))
     return warpgroup_mma(mine, columns, warpgroup_mma_init(zero), use_acc=False, is_async=True)
@@ -40,7 +40,7 @@ def _columns_of(line, PART: gl.constexpr):
 
 @gluon.jit
 def _added(total, done, rows, columns):
-    """total + (done * rows) * columns, at this place."""
+    """Return total + (done * rows) * columns, at this place."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.rn.f32 t, $1, $2; fma.rn.f32 $0, t, $3, $4; }",
         "=r,r,r,r,r", [done, rows, columns, total], gl.float32, is_pure=False, pack=1,
@@ -49,9 +49,9 @@ def _added(total, done, rows, columns):
 
 @gluon.jit
 def add_scaled_quarters(HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, stage, phase, steps):
-    """The sums of so many products, each by the scales of its rows and columns, and the buffer after them. Waiting once
-    more for a buffer that is there costs a branch, across which ptxas moves no addition. The fence is that of
-    `contraction._add_scaled`."""
+    """Return the sums of so many products, each by the scales of its rows and columns, and the buffer after them.
+    Waiting once more for a buffer that is there costs a branch, across which ptxas moves no addition. The fence is that
+    of `contraction._add_scaled`."""
     A: gl.constexpr = gl.DotOperandLayout(0, sum_layout(QUARTER), 4)
     one = gl.zeros((QUARTER, QUARTER), gl.float32, layout=sum_layout(QUARTER))
     two, three, four = one, one, one
@@ -84,7 +84,7 @@ def add_scaled_quarters(HALF: gl.constexpr, left, right, of_rows, of_columns, re
 
 @gluon.jit
 def hand_over_quarters(one, two, three, four, whole, room, row, column):
-    """Copies the sums to shared memory, from where TMA writes them. All four fit, so that no warp waits for a write."""
+    """Copy the sums to shared memory, from where TMA writes them. All four fit, so that no warp waits for a write."""
     wait_until_read()
     room.index(0).store(one.to(whole.dtype))
     room.index(1).store(two.to(whole.dtype))

@@ -67,8 +67,8 @@ def _with_bias(HALF: gl.constexpr, total, bias, scales, start, count, group, col
 
 @gluon.jit
 def write_rows(HALF: gl.constexpr, total, out, whole, room, bias, scales, start, count, group, column, N):
-    """A half of a tile, with its bias, where the rows that are the group's belong. Where all of them are, the copy unit
-    writes them (`whole`, from `room`), and nobody waits."""
+    """Write a half of a tile, with its bias, where the rows that are the group's belong. Where all of them are, the
+    copy unit writes them (`whole`, from `room`), and nobody waits."""
     H: gl.constexpr = total.shape[0]
     ACROSS: gl.constexpr = total.shape[1]
     FLAT: gl.constexpr = flat_layout(ACROSS)
@@ -87,7 +87,7 @@ def write_rows(HALF: gl.constexpr, total, out, whole, room, bias, scales, start,
 
 @gluon.jit
 def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
-    """Those of its rows that are the group's."""
+    """Write those of a half tile's rows that are the group's."""
     H: gl.constexpr = y.shape[0]
     ACROSS: gl.constexpr = y.shape[1]
     FLAT: gl.constexpr = y.type.layout
@@ -101,8 +101,8 @@ def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
 def load_rows(
     a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TRANSPOSED: gl.constexpr
 ):
-    """The tiles of a and b for each tile of the result, in turn. With `source`, a's rows are packed: those of a tile
-    past the group's end are multiplied like the others, and not written."""
+    """Load the tiles of a and b for each tile of the result, in turn. With `source`, a's rows are packed: those of a
+    tile past the group's end are multiplied like the others, and not written."""
     DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     across = gl.cdiv(N, ACROSS)
@@ -131,8 +131,8 @@ def load_rows(
 
 @gluon.jit
 def _two_scales(at_a, at_b, a_scale_step, b_scale_step, step, steps):
-    """The factors of the scales of two products, from this step on, asked for two products ahead. They are multiplied
-    only when they are needed: that waits for them."""
+    """Return the factors of the scales of two products, from this step on, asked for two products ahead. They are
+    multiplied only when they are needed: that waits for them."""
     second = gl.minimum(step + 1, steps - 1)
     first = gl.minimum(step, steps - 1)
     a, b = gl.load(at_a + gl.cast(first, gl.int64) * a_scale_step), gl.load(at_b + first * b_scale_step)
@@ -144,9 +144,9 @@ def _add_scaled_products(
     HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps, a, b, c, d, at_a, at_b, a_scale_step,
     b_scale_step,
 ):  # fmt: skip
-    """The sum of so many products, each by the scales of its 128, a * b of the first and c * d of the second. And the
-    buffer after. Two at a time, which ends with none begun: in turn, as in `add_products`, they would need more
-    registers than there are."""
+    """Return the sum of so many products, each by the scales of its 128, a * b of the first and c * d of the second,
+    and the buffer after them. Two at a time, which ends with none begun: in turn, as in `add_products`, they would need
+    more registers than there are."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
     for step in range(1, steps, 2):
         mbarrier.wait(ready.index(stage), phase)
@@ -179,7 +179,7 @@ def _multiply_rows(
     HALF: gl.constexpr, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block, source,
     live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows, group_columns,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches 128 far."""
+    """Multiply one half of each tile's rows, where a scale reaches 128 far."""
     H: gl.constexpr = SIZE // 2
     SUM: gl.constexpr = sum_layout()
     room = None
@@ -217,8 +217,8 @@ def multiply_whole_rows(
     HALF: gl.constexpr, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block, source,
     live, G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches over all of K and multiplies the sum. A sum in the tensor
-    cores (FAST) may be wide: it is written in two goes, for which the room of one is enough."""
+    """Multiply one half of each tile's rows, where a scale reaches over all of K and multiplies the sum. A sum in the
+    tensor cores (FAST) may be wide: it is written in two goes, for which the room of one is enough."""
     H: gl.constexpr = SIZE // 2
     ACROSS: gl.constexpr = right.shape[1]
     PARTS: gl.constexpr = ACROSS // SIZE
@@ -316,7 +316,7 @@ def whole_rows_kernel(
 
 
 def halves_of(out: Tensor) -> Tiles | None:
-    """Returns `out` [rows, N] for TMA to write by half tiles; None for float32 or unaligned rows."""
+    """Return `out` [rows, N] for TMA to write by half tiles; None for float32 or unaligned rows."""
     if out.dtype == torch.float32 or out.shape[1] % 8 or out.data_ptr() % 16:
         return None
     return Tiles(out, [BLOCK // 2, BLOCK], HALF_TILE)

@@ -34,14 +34,15 @@ def sum_layout(width=BLOCK, bits=8):
 
 @gluon.constexpr_function
 def flat_layout(width=BLOCK):
-    """Returns a layout with eight neighbours of a row per thread: sixteen bytes of bfloat16."""
+    """Return a layout with eight neighbours of a row per thread: sixteen bytes of bfloat16."""
     return gl.BlockedLayout([1, 8], [32 // (width // 8), width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def tile_of_rows(t, total, owner, block, across):
-    """Tile number -> (group, row block, column tile). Within a group, SPAN row blocks at a time, columns outermost.
-    Any number will do: it is asked for one tile ahead, with two divisions, the slowest arithmetic between tiles."""
+    """Return (group, row block, column tile) of a tile's number. Within a group, SPAN row blocks at a time, columns
+    outermost. Any number will do: it is asked for one tile ahead, with two divisions, the slowest arithmetic between
+    tiles."""
     t = gl.maximum(gl.minimum(t, total - 1), 0)
     at = t // across  # the row block, if tiles went row by row: of the same group, and of the same SPAN
     group = gl.maximum(gl.load(owner + at), 0)
@@ -56,14 +57,14 @@ def tile_of_rows(t, total, owner, block, across):
 
 @gluon.jit
 def following(stage, phase, COUNT: gl.constexpr = STAGES):
-    """The buffer after this one; the phase flips where they start over."""
+    """Return the buffer after this one; the phase flips where they start over."""
     wraps = stage == COUNT - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
 def room_for_tiles(a, b, COUNT: gl.constexpr = STAGES):
-    """Shared memory for tiles of both operands."""
+    """Allocate shared memory for tiles of both operands."""
     left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
     right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
     return left, right
@@ -71,7 +72,7 @@ def room_for_tiles(a, b, COUNT: gl.constexpr = STAGES):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr = STAGES):
-    """When a buffer is full, and when both warpgroups are done with it."""
+    """Allocate barriers: a buffer is full, and both warpgroups are done with it."""
     ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -83,14 +84,14 @@ def barriers(COUNT: gl.constexpr = STAGES):
 
 @gluon.jit
 def operands(HALF: gl.constexpr, left, right, stage):
-    """One half of a tile's rows, and the tile across."""
+    """Return one half of a tile's rows, and the tile across."""
     H: gl.constexpr = SIZE // 2
     return left.index(stage).slice(HALF * H, H, dim=0), right.index(stage).permute((1, 0))
 
 
 @gluon.jit
 def product(HALF: gl.constexpr, left, right, stage):
-    """One half of a tile's rows by the tile across, begun."""
+    """Begin the product of one half of a tile's rows and the tile across."""
     ACROSS: gl.constexpr = right.shape[1]
     zero = gl.zeros((SIZE // 2, ACROSS), gl.float32, layout=sum_layout(ACROSS))
     mine, across = operands(HALF, left, right, stage)
@@ -99,14 +100,14 @@ def product(HALF: gl.constexpr, left, right, stage):
 
 @gluon.jit
 def begun(HALF: gl.constexpr, left, right, ready, stage, phase):
-    """A product, begun once its operands are there."""
+    """Begin a product, once its operands are there."""
     mbarrier.wait(ready.index(stage), phase)
     return product(HALF, left, right, stage)
 
 
 @gluon.jit
 def add_unscaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
-    """The sum and a product, whose buffer is given back."""
+    """Add a product to the sum, and give its buffer back."""
     mbarrier.arrive(empty.index(stage), count=1)
     return total + done
 
@@ -115,9 +116,9 @@ def add_unscaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, st
 def add_products(
     HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, stage, phase, steps, ADD: gl.constexpr
 ):
-    """The sum of so many products, and the buffer after them. ADD adds one and gives its buffer back: `add_unscaled`,
-    or a function that multiplies it by the scales in `of_rows` and `of_columns`. The next product is begun before one
-    is added: two are kept in turn, so that neither is moved while it is computed."""
+    """Return the sum of so many products, and the buffer after them. ADD adds one and gives its buffer back:
+    `add_unscaled`, or a function that multiplies it by the scales in `of_rows` and `of_columns`. The next product is
+    begun before one is added: two are kept in turn, so that neither is moved while it is computed."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
     if steps > 0:
         one = begun(HALF, left, right, ready, stage, phase)
@@ -147,8 +148,8 @@ def add_products(
 
 @gluon.jit
 def add_in_tensor_cores(HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps):
-    """The sum of so many products, one at least, and the buffer after them: fast accumulation. Each is begun before the
-    one before it is waited for, so that the tensor cores always have work."""
+    """Return the sum of so many products, one at least, and the buffer after them: fast accumulation. Each is begun
+    before the one before it is waited for, so that the tensor cores always have work."""
     total = begun(HALF, left, right, ready, stage, phase)
     for _ in range(1, steps):
         last = stage
@@ -166,9 +167,9 @@ def add_in_tensor_cores(HALF: gl.constexpr, left, right, ready, empty, stage, ph
 
 @gluon.jit
 def scales_ahead(a_scale, b_scale, rows, M, N, A_EACH: gl.constexpr, B_EACH: gl.constexpr):
-    """The scales of a tile's rows and of its columns, asked for before its products; one of all rows, or columns,
-    unless EACH has its own. Those of each column wait for `scaled`: they would need too many registers until then.
-    Where there are no rows or columns, nothing is read."""
+    """Return the scales of a tile's rows and of its columns, asked for before its products; one of all rows, or
+    columns, unless EACH has its own. Those of each column wait for `scaled`: they would need too many registers until
+    then. Where there are no rows or columns, nothing is read."""
     if A_EACH:
         of_rows = gl.load(a_scale + rows, mask=rows < M, other=0.0)[:, None]
     else:
@@ -182,7 +183,7 @@ def scales_ahead(a_scale, b_scale, rows, M, N, A_EACH: gl.constexpr, B_EACH: gl.
 
 @gluon.jit
 def scaled(total, of_rows, of_columns, b_scale, columns, N, B_EACH: gl.constexpr):
-    """A sum by the scales of its rows and its columns, as `scales_ahead` returned them."""
+    """Return a sum by the scales of its rows and its columns, as `scales_ahead` returned them."""
     total = total * of_rows
     if B_EACH:
         return total * gl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
@@ -201,7 +202,7 @@ def processors(device: torch.device) -> int:
 
 
 def can_be_copied(matrix: Tensor) -> bool:
-    """Whether TMA can copy tiles of this matrix by descriptors."""
+    """Return whether TMA can copy tiles of this matrix by descriptors."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
     return aligned and matrix.stride(1) == 1 and matrix.numel() > 0
 
@@ -211,8 +212,8 @@ def tiles_of(codes: Tensor) -> Tiles:
 
 
 def is_wide(columns: int, lines: int, programs: int) -> bool:
-    """Whether result tiles have 256 columns rather than 128: if that wastes few columns, and `lines` rows of tiles have
-    one for each program."""
+    """Return whether result tiles have 256 columns rather than 128: if that wastes few columns, and `lines` rows of
+    tiles have one for each program."""
     # a wide tile reads a quarter less for each product than two narrow ones, and has half as many beginnings and ends;
     # with fewer tiles than multiprocessors, some of these would be idle
     return (columns % 256 == 0 or columns > 1024) and lines * -(-columns // 256) >= programs

@@ -1,4 +1,4 @@
-"""Launches the kernels that contract over the rows of each group: dw."""
+"""Launch the kernels that contract over the rows of each group: dw."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ def _whole_depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bo
 
 
 def _parts(out: Tensor, part: int, layout: gl.NVMMASharedLayout) -> Tiles | None:
-    """Returns `out` [G, N, K] for TMA to write 64 rows of so many columns at once; None if float32, unaligned, or rows
+    """Return `out` [G, N, K] for TMA to write 64 rows of so many columns at once; None if float32, unaligned, or rows
     of two groups would be written at once."""
     if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or out.data_ptr() % 16:
         return None
@@ -82,7 +82,7 @@ def _parts(out: Tensor, part: int, layout: gl.NVMMASharedLayout) -> Tiles | None
 
 
 def _span(n: int) -> int:
-    """Returns how many tiles down are computed together: as many as divide their number, SPAN at most."""
+    """Return how many tiles down are computed together: as many as divide their number, SPAN at most."""
     down = -(-n // BLOCK)
     return next(span for span in range(SPAN.value, 0, -1) if down % span == 0)
 

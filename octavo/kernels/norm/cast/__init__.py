@@ -24,7 +24,7 @@ Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_inverse_scale: bool, dtype: torch.dtype) -> str:
-    """Returns "" if y is cast while it is computed, else a sentence with the reason. `given_encode` tells whether the
+    """Return "" if y is cast while it is computed, else a sentence with the reason. `given_encode` tells whether the
     caller gives the inverse scale (delayed scaling)."""
     return tile_cast.fuses(row, column, given_inverse_scale, dtype, "the normalised rows")
 
@@ -33,7 +33,7 @@ def forward(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs,
     residual: Residual | None = None,
 ) -> Statistics:  # fmt: skip
-    """Fills (row, column) of y, to the bits of
+    """Fill (row, column) of y, to the bits of
     `fill_pair(norm.forward(norm, x, weight, bias, residual).y, pair, cast_args)`."""
     m, n = x.shape
     for q, shape in zip(pair, ((m, n), (n, m)), strict=True):
@@ -50,7 +50,7 @@ def plain_forward(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs,
     residual: Residual | None = None,
 ) -> Statistics:  # fmt: skip
-    """Writes y, then casts it."""
+    """Write y, then cast it."""
     y, mean, rstd = norms.forward(norm, x, weight, bias, residual)
     fill_pair(y, pair, cast_args)
     return mean, rstd

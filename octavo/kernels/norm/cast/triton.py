@@ -84,7 +84,7 @@ def forward(
 
 
 def _config(spec: Quantizer) -> Config:
-    """Returns the tile and its warps. Square blocks of float16 would spill on 16 warps."""
+    """Return the tile and its warps. Square blocks of float16 would spill on 16 warps."""
     return CONFIGS[2] if is_square(spec.block) and tile_casts.is_block(spec) else tile_casts.fitting(CONFIGS, spec)
 
 

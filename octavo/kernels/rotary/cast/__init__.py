@@ -17,12 +17,12 @@ from octavo.quant.casts import fill_pair
 
 
 def backward(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target) -> None:
-    """Fills the codes of the gradient of qkv [B · T, (H + 2 S) D], to the bits of
+    """Fill the codes of the gradient of qkv [B · T, (H + 2 S) D], to the bits of
     `fill_pair(rotate_back(dq, dk, dv, own, other).flatten(0, 1), *target)`."""
     backend.implementation(__name__, dq).backward(dq, dk, dv, own, other, target)
 
 
 def plain_backward(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target) -> None:
-    """Writes the gradient, then casts it."""
+    """Write the gradient, then cast it."""
     whole = rotate_back(dq, dk, dv, own, other)
     fill_pair(whole.view(-1, whole.shape[-1]) if whole.numel() else whole.flatten(0, 1), *target)

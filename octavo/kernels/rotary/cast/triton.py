@@ -34,7 +34,7 @@ def _turned_tile(
     dq, dk, dv, own, other, M, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     pm, pk, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient, in its dtype; zero below the last row."""
+    """Return a tile of the gradient, in its dtype; zero below the last row."""
     layout: gl.constexpr = dual.row_layout(COLUMNS, W)
     rows = pm * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     first = pk * COLUMNS
