@@ -16,7 +16,7 @@ an E5M2 overflow into Inf.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,7 +99,13 @@ class Format:
             raise UnsupportedDtype(
                 f"{self.name}.encode takes float32, bfloat16 or float16, got {found}. Cast it first."
             )
-        return _ENCODERS[self.name](x.float())
+        x = x.float()
+        if self.name in _ENCODERS:
+            return _ENCODERS[self.name](x)
+        codes = x.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
+        infinite = FP8_NAN if self.inf is None else x.signbit().to(torch.uint8) * 0x80 + self.inf
+        codes = torch.where(x.isinf(), infinite, codes)
+        return torch.where(x.isnan(), FP8_NAN, codes).view(self.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the exact value of each code.
@@ -121,7 +127,9 @@ class Format:
         if not isinstance(codes, Tensor) or codes.dtype not in (self.dtype, torch.uint8):
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise UnsupportedDtype(f"{self.name}.decode takes its codes as {self.dtype} or uint8, got {found}.")
-        return _DECODERS[self.name](codes)
+        if self.name in _DECODERS:
+            return _DECODERS[self.name](codes)
+        return codes.view(self.dtype).float()  # FP8, which torch decodes
 
 
 E4M3 = Format("E4M3", torch.float8_e4m3fn, 8, 448.0, 2.0**-6, 2.0**-9, 8)
@@ -135,17 +143,6 @@ FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0)}
 E2M1_NAN = 7  # a NaN becomes +6
 E8M0_NAN = 255
 FP8_NAN = 0x7F
-
-
-def _encode_fp8(x: Tensor, fmt: Format) -> Tensor:
-    codes = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
-    infinite = FP8_NAN if fmt.inf is None else x.signbit().to(torch.uint8) * 0x80 + fmt.inf
-    codes = torch.where(x.isinf(), infinite, codes)
-    return torch.where(x.isnan(), FP8_NAN, codes).view(fmt.dtype)
-
-
-def _decode_fp8(codes: Tensor, fmt: Format) -> Tensor:
-    return codes.view(fmt.dtype).float()
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
@@ -181,18 +178,9 @@ def _decode_e8m0(codes: Tensor) -> Tensor:
     return torch.where(byte == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
-_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "E4M3": partial(_encode_fp8, fmt=E4M3),
-    "E5M2": partial(_encode_fp8, fmt=E5M2),
-    "E2M1": _encode_e2m1,
-    "E8M0": _encode_e8m0,
-}
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "E4M3": partial(_decode_fp8, fmt=E4M3),
-    "E5M2": partial(_decode_fp8, fmt=E5M2),
-    "E2M1": _decode_e2m1,
-    "E8M0": _decode_e8m0,
-}
+# of formats that torch does not convert itself, as it does FP8
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"E2M1": _encode_e2m1, "E8M0": _encode_e8m0}
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {"E2M1": _decode_e2m1, "E8M0": _decode_e8m0}
 
 
 def format_named(text: str, among: Iterable[Format] = FORMATS.values()) -> Format | None:

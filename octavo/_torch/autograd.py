@@ -18,13 +18,11 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the backward that runs in this thread goes on to a node. It raises a RuntimeError for a leaf whose gradient
 # `torch.autograd.grad` returns, and outside of an engine's backward
 will_execute = torch._C._will_engine_execute_node
-
-
-def release_saved_tensors(ctx: Any) -> None:
-    """Drop what a node has saved, unless its graph is kept for another backward. Autograd does so itself, but only when
-    the node's backward is done. A stand-in for a node, as tracers pass one, keeps its own."""
-    if isinstance(ctx, torch._C._FunctionBase) and hasattr(ctx, "maybe_clear_saved_tensors"):
-        ctx.maybe_clear_saved_tensors()
+# the node of a Function. Tracers pass a Function's backward a stand-in, which keeps what it has
+FunctionNode = torch._C._FunctionBase
+# drops what a node has saved, unless its graph is kept for another backward. Autograd does so itself, but only when the
+# node's backward is done
+release_saved_tensors: Callable[[Any], None] = getattr(FunctionNode, "maybe_clear_saved_tensors", lambda node: None)
 
 
 def wants_gradient_of(node: Any) -> bool:

@@ -89,9 +89,8 @@ class _Block(RecipeOfLayers, Sequential):
     _last = ""  # the name of the last Linear
 
     def _check_required(self, layout: Any, records: list[Any]) -> None:
-        if not any(
-            [isinstance(module, Linear) and module._split_over_ranks() is not None for module in self.children()]
-        ):
+        layers = [module for module in self.children() if isinstance(module, Linear) and module.parallel is not None]
+        if not any([layer._split_over_ranks() is not None for layer in layers]):
             super()._check_required(layout, records)  # collectives between the modules keep some from fusing
 
     def reset_parameters(self) -> None:

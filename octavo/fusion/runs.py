@@ -167,7 +167,8 @@ class OperationFuser:
         settings: tuple[Any, ...] | None = None
         if steps[0].op.op_is_elementwise and not torch.compiler.is_compiling():
             check_columns(self.ops, getattr(x, COLUMN_BLOCKS, 0))
-        if len(steps) > 1 and not self.is_quiet and type(x) is Tensor and not torch.compiler.is_compiling():
+        looks_up = len(steps) > 1 and not self.is_quiet and type(x) is Tensor and not torch.compiler.is_compiling()
+        if looks_up and x.device.type in call_cache.DEVICES:
             settings, y = self._cached(x, steps, number, records)
             if y is not None:
                 return y, [()] * len(steps)
@@ -209,8 +210,6 @@ class OperationFuser:
     ) -> tuple[tuple[Any, ...] | None, Tensor | None]:
         """Return y of a call that is a hit of the call cache, in which all steps were one run. Of another call: the
         settings by which a later one may be a hit; None if there are none."""
-        if x.device.type not in call_cache.DEVICES:
-            return None, None
         lookups, needs = [], x.requires_grad and torch.is_grad_enabled()
         for op, extra_inputs, kwargs, _, drains in steps:
             alone = kwargs or drains or has_hooks(op) or op.op_hooked or op.op_runs_its_forward

@@ -126,7 +126,8 @@ def _stages(steps: Sequence[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage]
             if name:
                 filled[name] = (i, k, stage.outputs[1 + k])
         stages.append(stage)
-        x = stage.outputs[0] if stage.outputs else x.after(stage)
+        if i + 1 < len(steps):
+            x = stage.outputs[0] if stage.outputs else x.after(stage)
     return stages, tuple(routes)
 
 

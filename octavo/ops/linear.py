@@ -253,7 +253,8 @@ class Linear(SplitLayer, nn.Linear):
         if weight is None:
             check_weight("Linear", weight, "its weight")
         assert weight is not None
-        (weight,) = self._operands(recipe, (weight,))
+        if self._codes.has_quantized_weight:
+            (weight,) = self._operands(recipe, (weight,))
         codes = XCodes(_codes_for(recipe, x), columns) if type(x) is QTensor else NO_CODES
         check_features(x, weight, "Linear", bias)
         if fp8_output and recipe.linear().fprop.left is None:

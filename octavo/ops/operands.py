@@ -151,13 +151,14 @@ class Dense:
         partial(quantize_pair, one_scale=True)
     )
 
+    # the codes that a cast of a tensor like this one writes
+    empty_pair: Callable[[Tensor | TensorProto, QuantizerPair], Pair] = staticmethod(
+        partial(empty_pair, one_scale=True)
+    )
+
     def fill(self, x: Tensor, pair: Pair, arguments: CastArgs) -> None:
         """Cast x into existing codes."""
         fill_pair(as_matrix(x), pair, arguments)
-
-    def empty_pair(self, like: Tensor | TensorProto, pair: QuantizerPair) -> Pair:
-        """Allocate the codes that a cast of a tensor `like` this writes."""
-        return empty_pair(like, *pair, one_scale=True)
 
     def amax(self, x: Tensor, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
         """Measure x, or the rows of x that `source` names. If `skip` is not zero, the result is not used."""

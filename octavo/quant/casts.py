@@ -46,7 +46,7 @@ def quantize_pair(
     """Quantize x in the orientations that have a quantizer, from one read of x if one kernel serves both. Do not
     check `cast_args`: the caller's tensors go through `cast_checks.checked` first. `one_scale`: see `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
-    pair, lead = empty_pair(x, row, column, one_scale=one_scale), column if row is None else row
+    pair, lead = empty_pair(x, (row, column), one_scale=one_scale), column if row is None else row
     if lead is not None and (row is None or column is None or row is column):
         lead._fill(matrix, pair, cast_args)
     else:
@@ -55,11 +55,11 @@ def quantize_pair(
 
 
 def empty_pair(
-    like: Tensor | TensorProto, row: "Quantizer | None", column: "Quantizer | None", *, one_scale: bool = False
+    like: Tensor | TensorProto, specs: "tuple[Quantizer | None, Quantizer | None]", *, one_scale: bool = False
 ) -> QTensorPair:
-    """Allocate the orientations that have a quantizer. With `one_scale`, orientations with an equal scale share one
-    tensor for it: one allocation less for a caller that will not write to either again."""
-    first = second = None
+    """Allocate the orientations that have a quantizer, row and column. With `one_scale`, orientations with an equal
+    scale share one tensor for it: one allocation less for a caller that will not write to either again."""
+    (row, column), first, second = specs, None, None
     if row is not None:
         first = cached_proto(row.number, like.shape, like.dtype, like.device, -1).empty()
     if column is not None:

@@ -44,14 +44,10 @@ class ChainLayer(Layer):
         return any(config.active)
 
     def out_place(self, config: Config) -> int | None:
-        """Return the place of the last stage's memory for y."""
-        place = config.layers[-1].out_place(config.stages[-1])
-        return None if place is None else config.input_spans[-1].start + place - 1
+        return config.out_place
 
     def gradients_in_buffers(self, config: Config) -> dict[int, int]:
-        """Return the buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
-        gradient_buffers: dict[int, int] = config.layers[0].gradients_in_buffers(config.stages[0])
-        return gradient_buffers
+        return config.gradients_in_buffers
 
     def deferrable_gradients(self, config: Config) -> dict[int, Deferral]:
         return {
@@ -98,7 +94,7 @@ class ChainLayer(Layer):
 
     def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[ForwardResult, Tensors]:
         """Run forward and save. A value that no stage keeps is freed when the next stage has taken it."""
-        place = self.out_place(config)
+        place = config.out_place
         out = None if place is None else inputs[place]
         if out is not None:
             _refuse_out_over_inputs(out, [t for i, t in enumerate(inputs) if i not in (0, place)])
@@ -203,11 +199,12 @@ class ChainLayer(Layer):
         parts = [tuple(saved[span]) for span in config.saved_spans]
         if isinstance(saved, list):  # otherwise the caller would keep what a step frees
             saved.clear()
-        for place in self.gradients_in_buffers(config).values():
+        for place in config.gradients_in_buffers.values():
             refuse_dgrad_out(buffers[place], grads)
         for step in config.back_steps:
             first, last = step.first, step.last
-            dys = [(None, *_side_gradients(config, grads, i, found)) for i in range(first, last)]
+            counts = config.side_counts
+            dys = [(None, *(_side_gradients(config, grads, i, found) if counts[i] else ())) for i in range(first, last)]
             dys[-1] = (g, *dys[-1][1:])
             if not any([t is not None for stage_dys in dys for t in stage_dys]):
                 continue  # nothing that depends on these stages has a gradient, and neither have they
@@ -415,8 +412,6 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
     """Return the gradients of a stage's side outputs."""
-    if not config.side_counts[stage]:
-        return []
     sums = []
     for terms in _side_terms(config, grads, stage, found):
         here = [g for g in terms if g is not None]

@@ -1,7 +1,7 @@
 """The config of a chain of layers, and what follows from it: steps, sizes, and the places of each stage's tensors."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from octavo.runtime.contract import LAYERS
@@ -111,9 +111,21 @@ class Config(Value):
         return len(self.stages) - 1 + len(self.loose)
 
     @cached_property
+    def out_place(self) -> int | None:
+        """The place of the last stage's memory for y."""
+        place = self.layers[-1].out_place(self.stages[-1])
+        return None if place is None else self.input_spans[-1].start + place - 1
+
+    @cached_property
+    def gradients_in_buffers(self) -> dict[int, int]:
+        """The buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
+        found: dict[int, int] = self.layers[0].gradients_in_buffers(self.stages[0])
+        return found
+
+    @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:
         """For each stage, a function that makes its Inputs from x and the other fields."""
-        return tuple(partial(layer.inputs_of, stage) for layer, stage in self.pairs)
+        return tuple(layer.Inputs._make for layer in self.layers)
 
     @cached_property
     def inside(self) -> frozenset[tuple[int, int]]:

@@ -151,10 +151,6 @@ class Layer:
         """Return the number of buffers, with those that are None."""
         return len(self.Buffers._fields)
 
-    def inputs_of(self, config: Any, fields: Sequence[Any]) -> Any:
-        """Make the layer's Inputs from these fields."""
-        return self.Inputs._make(fields)
-
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     def graph_buffers(self, config: Any, *fields: Any) -> Any:

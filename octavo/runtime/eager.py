@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo._torch.autograd import (
+    FunctionNode,
     current_graph_task,
     plain_apply,
     preserve_version_counter,
@@ -242,7 +243,7 @@ def _backward(ctx: Any, buffers: Sequence[Any], *grads: Tensor | None) -> Tensor
     except RuntimeError as error:
         explain_modified(error, title_of(owner, prepared.layer), str(prepared.config))
         raise
-    if not torch.is_grad_enabled():  # under create_graph=True `_once` needs them again
+    if isinstance(ctx, FunctionNode) and not torch.is_grad_enabled():  # `_once` (create_graph=True) needs them again
         release_saved_tensors(ctx)
     gradient_buffers, dys, hit_key = prepared.gradient_buffers, grads[:outputs], None
     if prepared.cached_backward and not gradient_buffers:

@@ -43,9 +43,8 @@ class WeightCodes(WeightCache):
         if type(weights[0]) is QuantizedWeight:
             _check_quantized(layer, recipe, weights)
             return "quantized"
-        quant = recipe.linear()
         if self.has_quantized_weight:
-            return refuse_dense(weights[0]) if quant.quantizes_weight else "plain"
+            return refuse_dense(weights[0]) if recipe.linear().quantizes_weight else "plain"
         if dry:  # nothing is cached
             return "plain"
         tracing = torch.compiler.is_compiling()
@@ -66,6 +65,7 @@ class WeightCodes(WeightCache):
                 return "plain"
         else:
             layer._refuse_parametrized("is_first_microbatch")
+        quant = recipe.linear()
         if not quant.quantizes_weight:
             return "plain"
         column = grads.dx and quant.dgrad.right is not None and layer._caches_columns(quant)

@@ -187,7 +187,7 @@ class UserLayer(Layer):
 
     def abstract(self, config: Any, inputs: Any) -> ForwardResult:
         with without_data(), tried(*self.asked):
-            fields = self.inputs_of(config, stand_in(tuple(inputs)))
+            fields = self.Inputs._make(stand_in(tuple(inputs)))
             return ForwardResult(*(abstract(group) for group in self.forward(config, fields, self.functions.abstract)))
 
     def _computed(self, config: Any, inputs: Any, function: Callable[..., Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -284,7 +284,7 @@ class UserLayer(Layer):
     def probe(self, config: Any, inputs: Sequence[Any]) -> "Probed":
         """Run compute and select on inputs without data, and return the config with what planning finds."""
         with without_data():
-            fields = self.inputs_of(config, stand_in(tuple(inputs)))
+            fields = self.Inputs._make(stand_in(tuple(inputs)))
             with tried(*self.asked):
                 y, extra, parts = self._computed(config, fields, self.functions.abstract)
             outputs, intermediates = (y, *extra), list(chained.from_iterable(parts))

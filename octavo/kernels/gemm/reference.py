@@ -14,7 +14,8 @@ from octavo.quant.qtensor import QTensor
 
 
 def gemm(a: Tensor | QTensor, b: Tensor | QTensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    y = (_values(a) @ _values(b).T) * _outer_scale(a) * _outer_scale(b).T
+    (left, left_scale), (right, right_scale) = _operand(a), _operand(b)
+    y = (left @ right.T) * left_scale * right_scale.T
     alpha = [q.global_scale for q in (a, b) if isinstance(q, QTensor) and q.global_scale is not None]
     if alpha:
         y = y * (alpha[0] * alpha[1]).double()  # the kernels also multiply the two scales in float32
@@ -24,17 +25,14 @@ def gemm(a: Tensor | QTensor, b: Tensor | QTensor, dtype: torch.dtype, bias: Ten
     return y32.to(dtype)
 
 
-def _values(x: Tensor | QTensor) -> Tensor:
-    """Return values as float64 [M, K], scaled by block if a scale spans part of the contraction."""
+def _operand(x: Tensor | QTensor) -> tuple[Tensor, Tensor]:
+    """Return float64 values [M, K], and the float64 scale, [M, 1] or [1, 1], that multiplies the sum: the operand's own
+    if it is constant along the contraction. Any other scale is in the values."""
     if isinstance(x, Tensor):
-        return x.detach().double()
-    if x.spec.block[1] is None:
-        return x.spec.code_values(x).double()
-    return x.spec.code_values(x).double() * x.spec._spread_scale(x).double()
-
-
-def _outer_scale(x: Tensor | QTensor) -> Tensor:
-    """Return float64 [M, 1] or [1, 1]: the scale that is constant along the contraction and multiplies the sum."""
-    if isinstance(x, QTensor) and x.spec.block[1] is None:
-        return x.scale.double()
-    return torch.ones(1, 1, dtype=torch.float64, device=x.device)
+        values = x.detach().double()
+    else:
+        values = x.spec.code_values(x).double()
+        if x.spec.block[1] is None:
+            return values, x.scale.double()
+        values = values * x.spec._spread_scale(x).double()
+    return values, torch.ones(1, 1, dtype=torch.float64, device=x.device)

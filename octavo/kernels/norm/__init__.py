@@ -32,10 +32,6 @@ class Norm(NamedTuple):
     def centers(self) -> bool:
         return self.kind == "layer"
 
-    @property
-    def averages(self) -> bool:
-        return self.kind != "l2"
-
 
 class Residual(NamedTuple):
     """A tensor to add to x before the norm, and memory for the sum."""

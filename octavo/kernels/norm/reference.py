@@ -47,7 +47,7 @@ def backward(
 
 
 def _average(norm: Norm, v: Tensor) -> Tensor:
-    return v.mean(1) if norm.averages else v.sum(1)
+    return v.sum(1) if norm.kind == "l2" else v.mean(1)
 
 
 def _gamma(norm: Norm, weight: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def _shape(width: int) -> tuple[int, int, int]:
 
 
 def constants(norm: Norm) -> dict[str, object]:
-    return {"CENTER": norm.centers, "AVERAGE": norm.averages, "ZERO_CENTERED": norm.zero_centered}
+    return {"CENTER": norm.centers, "AVERAGE": norm.kind != "l2", "ZERO_CENTERED": norm.zero_centered}
 
 
 def forward(

@@ -255,7 +255,7 @@ def _check_transposed_codes(config: Config, device: torch.device) -> str:
         args = CastArgs(inverse_scale=torch.full((1,), 64.0, dtype=torch.float32, device=device))
         made = []
         for transpose_codes in (False, True):
-            row, column = empty_pair(x, Tensorwise(), Tensorwise())
+            row, column = empty_pair(x, (Tensorwise(), Tensorwise()))
             cast(x, row, column, args, config, transpose_codes)
             assert row is not None and column is not None
             made.append([q.codes.view(torch.uint8) for q in (row, column)])
