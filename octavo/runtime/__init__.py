@@ -7,6 +7,7 @@
     call_cache          recorded calls, and the guards of a hit: on a GPU the third call of a kind runs a recording
     replay/             how a call is recorded, and its source
     graph_nodes         octavo::run and octavo::run_bwd, the two operators of every layer in a compiled graph
+    node_call           what these operators run, from the string that names a call
     weight_nodes        operators of weights: cached codes, codes in a weight's place, steps of optimizers
     digest              of the package's sources, in the string of every node's call
     direct_calls        a node's call without torch's dispatcher, where a check in the process allows it

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.dispatcher import dispatch_depth
 from octavo.runtime.call_cache import Results, find, run
-from octavo.runtime.graph_nodes import node_call
+from octavo.runtime.node_call import node_call
 
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Node = Callable[[list[Tensor]], Sequence[Tensor]]

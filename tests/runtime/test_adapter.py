@@ -4,7 +4,7 @@ import pytest
 
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.contract import LAYERS, Layer, Packing, pack
-from octavo.runtime.graph_nodes import _node
+from octavo.runtime.node_call import layer_of_node
 
 OWN = {"forward"}  # of the layer of a node, which returns bytes and flat scales
 
@@ -12,8 +12,8 @@ OWN = {"forward"}  # of the layer of a node, which returns bytes and flat scales
 @pytest.mark.parametrize("name", sorted(name for name, entry in LAYERS.items() if isinstance(entry, Layer)))
 def test_the_layer_of_a_node_answers_as_the_layer_itself(name):
     layer = LAYERS[name]
-    wrapped = _node(name)
-    assert isinstance(wrapped, Layer) and wrapped is _node(name) and LAYERS[name] is layer
+    wrapped = layer_of_node(name)
+    assert isinstance(wrapped, Layer) and wrapped is layer_of_node(name) and LAYERS[name] is layer
     members = {member for member in dir(layer) if not member.startswith("_")}
     assert members > OWN
     for member in members - OWN:
