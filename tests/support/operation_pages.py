@@ -9,7 +9,15 @@ import torch
 import octavo
 
 DOCS = Path(octavo.__file__).parents[1] / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("writing-an-operation", "writing-a-fused-operation", "operation-reference")]
+PAGES = [
+    DOCS / f"{name}.md"
+    for name in (
+        "writing-an-operation",
+        "writing-a-fused-operation",
+        "operation-reference",
+        "fused-operation-reference",
+    )
+]
 
 
 def ran(page, backend):
