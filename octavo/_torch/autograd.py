@@ -13,6 +13,8 @@ preserve_version_counter = _unsafe_preserve_version_counter
 current_graph_task = torch._C._current_graph_task_id
 # the innermost pair of saved_tensors_hooks, or None; with True also while a compiler traces
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # whether the backward that runs in this thread keeps its graph, so that another one may follow (retain_graph=True)
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the backward that runs in this thread goes on to a node. It raises a RuntimeError for a leaf whose gradient
@@ -25,6 +27,12 @@ def release_saved_tensors(ctx: Any) -> None:
     the node's backward is done. A stand-in for a node, as tracers pass one, keeps its own."""
     if isinstance(ctx, torch._C._FunctionBase) and hasattr(ctx, "maybe_clear_saved_tensors"):
         ctx.maybe_clear_saved_tensors()
+
+
+def replace_saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    """Replace the innermost pair of saved_tensors_hooks, until its block ends."""
+    _pop_hooks()
+    _push_hooks(pack, unpack)
 
 
 def wants_gradient_of(node: Any) -> bool:
