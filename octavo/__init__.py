@@ -7,6 +7,7 @@
     Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict; load_te_checkpoint
     Published   load_fp8, save_fp8, fp8_state_dict: codes as servers read them
     Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
+    Memory      offload: what forward saves waits on the host
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`, `with quantized_init(...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
@@ -34,6 +35,7 @@ from octavo.inspection.inspect import inspect
 from octavo.model.attach import attach
 from octavo.model.config_file import from_config
 from octavo.model.convert import convert, revert
+from octavo.model.offload import offload
 from octavo.model.policy import Policy
 from octavo.model.refresh import quantize_weights, refresh_weights
 from octavo.model.state_dicts import load_state_dict, state_dict
@@ -79,6 +81,7 @@ __all__ = [
     "load_te_checkpoint",
     "microbatch",
     "moe",
+    "offload",
     "ops",
     "optim",
     "quant",

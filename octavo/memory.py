@@ -29,6 +29,12 @@ def overlaps_itself(t: Tensor) -> bool:
     return False
 
 
+def is_dense(t: Tensor) -> bool:
+    """Whether a tensor's elements fill the memory from the first to the last, each in a place of its own."""
+    first, end = span(t)
+    return end - first == t.nbytes and not overlaps_itself(t)
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether the spans of two tensors overlap, so that they may share memory."""
     first, end = span(a)

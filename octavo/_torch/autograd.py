@@ -13,6 +13,8 @@ preserve_version_counter = _unsafe_preserve_version_counter
 current_graph_task = torch._C._current_graph_task_id
 # the innermost pair of saved_tensors_hooks, or None; with True also while a compiler traces
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # whether the backward that runs in this thread keeps its graph, so that another one may follow (retain_graph=True)
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the backward that runs in this thread goes on to a node. It raises a RuntimeError for a leaf whose gradient
@@ -23,6 +25,12 @@ FunctionNode = torch._C._FunctionBase
 # drops what a node has saved, unless its graph is kept for another backward. Autograd does so itself, but only when the
 # node's backward is done
 release_saved_tensors: Callable[[Any], None] = getattr(FunctionNode, "maybe_clear_saved_tensors", lambda node: None)
+
+
+def replace_saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    """Replace the innermost pair of saved_tensors_hooks, until its block ends."""
+    _pop_hooks()
+    _push_hooks(pack, unpack)
 
 
 def wants_gradient_of(node: Any) -> bool:

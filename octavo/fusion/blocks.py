@@ -23,10 +23,12 @@ from octavo.ops.inputs import refuse_symbol
 from octavo.ops.linear import Flag, Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
 from octavo.ops.recipe_of_layers import RecipeOfLayers
+from octavo.ops.views import MakeExtraOutput
 from octavo.quant import QTensor
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import ambient, autocast
 
+RETURNED = "returned"  # the operation of a block that returns the norm's output
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 KINDS: dict[str, Any] = {
     kind.NAME: kind
@@ -80,6 +82,11 @@ def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> 
         norm.shared_by = linear.parallel.group
 
 
+def _required(fusions: tuple[str, ...], return_layernorm_output: bool) -> tuple[str, ...]:
+    """Return the fusions that a block requires: a norm whose output is returned writes it, and writes no codes."""
+    return tuple([name for name in fusions if not (return_layernorm_output and name == "norm-linear")])
+
+
 class _Block(RecipeOfLayers, Sequential):
     """A Sequential that requires its fusions if the recipe quantizes."""
 
@@ -113,12 +120,15 @@ class _Block(RecipeOfLayers, Sequential):
         return last if isinstance(last, Linear) and last.return_bias and last.bias_by_block else None
 
     def _flattens(self) -> bool:
-        return super()._flattens() and self._returns_bias_of() is None
+        return super()._flattens() and self._returns_bias_of() is None and RETURNED not in self._modules
 
-    def _with_bias(self, y: Any) -> Any:
-        """Return y, and with return_bias=True the bias of the last Linear."""
+    def _with_bias(self, made: Any) -> Any:
+        """Return y, with return_bias=True the bias of the last Linear, and then the norm's output if it is returned."""
         last = self._returns_bias_of()
-        return y if last is None else (y, last._bias_of_caller())
+        if last is None:
+            return made
+        y, *more = made if isinstance(made, tuple) else (made,)
+        return y, last._bias_of_caller(), *more
 
 
 class LayerNormLinear(_Block):
@@ -144,6 +154,8 @@ class LayerNormLinear(_Block):
         sequence_parallel: each rank has a part of the rows of x, which are gathered after the norm. The gradients of
             the norm's parameters are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
+        return_layernorm_output: return the norm's output too, after y and the bias. It is written then, and the norm
+            does not write codes in its place.
         **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes` and `return_bias`.
 
     Raises:
@@ -174,6 +186,7 @@ class LayerNormLinear(_Block):
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
         tp_group: Group = None,
+        return_layernorm_output: bool = False,
         **settings: bool,
     ) -> None:
         _check_settings(LayerNormLinear, settings)
@@ -189,7 +202,9 @@ class LayerNormLinear(_Block):
         )  # fmt: skip
         _share(norm, linear, sequence_parallel, tp_group)
         linear.bias_by_block = linear.return_bias
-        super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
+        extra = {RETURNED: MakeExtraOutput()} if return_layernorm_output else {}
+        require = _required(("norm-linear",), return_layernorm_output)
+        super().__init__({"norm": norm, **extra, "linear": linear}, require=require)
 
     @classmethod
     def _plain_forward(cls) -> Any:
@@ -212,7 +227,7 @@ class LayerNormLinear(_Block):
 
         Returns:
             y [..., out_features], in the dtype of x. With `return_bias=True` it is a tuple of y without the bias, and
-            the bias.
+            the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
         """
         y = super().forward(input, *extra_inputs, op_kwargs=self._keywords(op_kwargs, is_first_microbatch))
         return self._with_bias(y)  # type: ignore[no-any-return]
@@ -244,6 +259,7 @@ class LayerNormMLP(_Block):
         sequence_parallel: each rank has a part of the rows of x and y. The gradients of the norm's parameters and of
             fc2's bias are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
+        return_layernorm_output: return the norm's output too, as in `LayerNormLinear`.
         **settings: further keywords of `octavo.Linear`, for both; `return_bias` is that of `fc2`. Here
             `keep_weight_codes` is False by default: backward quantizes the weights again instead of keeping their
             codes.
@@ -280,6 +296,7 @@ class LayerNormMLP(_Block):
         set_parallel_mode: bool = False,
         sequence_parallel: bool = False,
         tp_group: Group = None,
+        return_layernorm_output: bool = False,
         **settings: bool,
     ) -> None:
         _check_settings(LayerNormMLP, settings, but=OF_BLOCKS)
@@ -292,6 +309,7 @@ class LayerNormMLP(_Block):
         modes = ("column", "row") if set_parallel_mode else (None, None)
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
+            **({RETURNED: MakeExtraOutput()} if return_layernorm_output else {}),
             "fc1": Linear(
                 hidden_size, wide, parallel_mode=modes[0], column_blocks=wide // ffn_hidden_size, **again, **shared
             ),
@@ -301,7 +319,7 @@ class LayerNormMLP(_Block):
         modules["fc2"].bias_by_block = modules["fc2"].return_bias
         _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute
-        super().__init__(modules, require=("norm-linear", "activation-linear"))
+        super().__init__(modules, require=_required(("norm-linear", "activation-linear"), return_layernorm_output))
 
     def _flattens(self) -> bool:
         return super()._flattens() and not self.activation_recompute
@@ -327,7 +345,7 @@ class LayerNormMLP(_Block):
 
         Returns:
             y [..., hidden_size], in the dtype of x. With `return_bias=True` it is a tuple of y without fc2's bias, and
-            the bias.
+            the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
         """
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)

@@ -6,6 +6,7 @@
     update_bias     a step of the bias that balances the load
     aux_loss        a loss for a balanced load
     z_loss          a loss for small logits
+    pack_mask       a mask as bits; unpack_mask is the way back
     sort            which row each token's assignments get, from an index or a mask
     sort_by_rank    the same, with a fixed number of rows for each rank of experts
     sort_chunks     the same for rows that arrived in chunks, such as those of each expert from each rank
@@ -27,6 +28,7 @@ from octavo.moe.dispatch import Dispatch, Dispatched, LocalDispatch
 from octavo.moe.expert_parallel import ExpertParallel
 from octavo.moe.experts import Experts
 from octavo.moe.losses import aux_loss, z_loss
+from octavo.moe.mask_bits import pack_mask, unpack_mask
 from octavo.moe.permutation import Permutation, permute, permute_probs, sort, unpermute
 from octavo.moe.rank_sort import sort_by_rank
 from octavo.moe.router import Router
@@ -46,12 +48,14 @@ __all__ = [
     "Router",
     "aux_loss",
     "counts",
+    "pack_mask",
     "permute",
     "permute_probs",
     "route",
     "sort",
     "sort_by_rank",
     "sort_chunks",
+    "unpack_mask",
     "unpermute",
     "update_bias",
     "z_loss",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from octavo.errors import (
     is_whole,
 )
 from octavo.kernels.permute import MAX_EXPERTS, most_rows
+from octavo.moe.mask_bits import unpack_mask
+from octavo.moe.permuted_codes import moved_rows
 from octavo.ops.inputs import arrived, check_input, check_layout, wanted_gradients
+from octavo.quant import QTensor
 from octavo.runtime.call import Stage, call, takes_nodes
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # that are moved without a gradient
 TAILS = ("zero", "untouched")
+Rows = TypeVar("Rows", bound=Tensor | QTensor)
 
 
 class Permutation(NamedTuple):
@@ -74,8 +78,8 @@ def sort(
     Args:
         routing: an index [..., K], int32 or int64, of the experts that each token goes to; entries outside of
             0 ... num_experts - 1, such as -1, are dropped. Or a mask [..., E], bool, True where a token goes to an
-            expert.
-        num_experts: the number of experts, 1 to 4096. Required for an index; a mask has it in its shape.
+            expert; or the bits of one, uint8, as `pack_mask` makes them.
+        num_experts: the number of experts, 1 to 4096. Required for an index and for bits; a mask has it in its shape.
         top_k: of a mask, the most experts of a token; those beyond are dropped. None, the default, allows for all
             experts, which takes more memory and time.
         capacity: the number of rows. Assignments whose row would come after them are dropped, from the last expert on.
@@ -86,7 +90,7 @@ def sort(
         The permutation.
 
     Raises:
-        UnsupportedDtype: the map is neither bool nor int32 nor int64.
+        UnsupportedDtype: the map is neither bool nor uint8 nor int32 nor int64.
         UnsupportedShape: the map has no dims, or there are too many experts or rows.
         UnsupportedConfig: an option does not fit the map, `capacity` is negative or no multiple of `align`, or `align`
             is below 1.
@@ -100,6 +104,8 @@ def sort(
         tensor([4, 4, 4])
     """
     routing = arrived(routing)
+    if getattr(routing, "dtype", None) is torch.uint8:
+        routing, num_experts = _unpacked(routing, num_experts), None
     experts, assignments = _checked_map(routing, num_experts, top_k)
     check_whole(align, what="align")
     rows = None
@@ -120,7 +126,7 @@ def sort(
 
 
 def permute(
-    x: Tensor,
+    x: Rows,
     routing: Tensor | Permutation,
     num_experts: int | None = None,
     *,
@@ -128,15 +134,21 @@ def permute(
     capacity: int | None = None,
     align: int = 1,
     tail: str = "zero",
+<<<<<<< HEAD
 ) -> tuple[Tensor, Permutation]:
     """Copy each token to the rows of its assignments, sorted by expert.
+=======
+) -> tuple[Rows, Permutation]:
+    """Copies each token to the rows of its assignments, sorted by expert.
+>>>>>>> seeds
 
     Backward sums the gradients of a token's rows, in float32 and in the order of its assignments. It reads no other
     row: pads and the tail of the gradient may hold anything, NaN too.
 
     Args:
         x: the tokens [..., D], in float32, bfloat16 or float16; or codes or their scales, in float8 or uint8, which
-            carry no gradient.
+            carry no gradient; or a `QTensor` [tokens, D] whose scales are those of rows or of the whole, whose codes
+            and scales then move together.
         routing: a `Permutation`, or a map for `sort`: an index [..., K] or a mask [..., E]. Its leading dims are those
             of x.
         num_experts: as in `sort`. Leave this and the next three out if `routing` is a `Permutation`.
@@ -172,6 +184,8 @@ def permute(
         permutation = routing
     else:
         permutation = sort(routing, num_experts, top_k=top_k, capacity=capacity, align=align)
+    if isinstance(x, QTensor):
+        return moved_rows(x, lambda t: permute(t, permutation, tail=tail)[0]), permutation  # type: ignore[return-value]
     x = arrived(x)
     if getattr(x, "dtype", None) in CODES:
         check_layout("permute", x)
@@ -183,17 +197,27 @@ def permute(
     needs = torch.is_grad_enabled() and x.requires_grad
     key = f"permute(tail='{tail}',wants_dx={needs})"
     stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), needs)
-    return _call(stage, x)[0], permutation
+    # codes leave a graph's node as bytes
+    rows = _call(stage, x)[0]
+    return rows if rows.dtype == x.dtype else rows.view(x.dtype), permutation
 
 
+<<<<<<< HEAD
 def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero") -> Tensor:
     """Sum the rows of each token's assignments, each multiplied by its probability.
+=======
+def unpermute(
+    rows: Tensor | QTensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero"
+) -> Tensor:
+    """Sums the rows of each token's assignments, each multiplied by its probability.
+>>>>>>> seeds
 
     The sum runs in float32, assignment after assignment, and is rounded once. Two runs give the same bits. Rows without
     an assignment are not read. A dropped assignment adds nothing, and the gradient of its probability is zero.
 
     Args:
-        rows: the rows [rows, D] of the permutation, in float32, bfloat16 or float16.
+        rows: the rows [rows, D] of the permutation, in float32, bfloat16 or float16; or a `QTensor`, whose values are
+            summed.
         permutation: the permutation that `permute` or `sort` returned.
         probs: the probability of each assignment, in one of these dtypes: [..., K] if the map was an index, [..., E] if
             it was a mask. None, the default, adds the rows as they are.
@@ -215,7 +239,7 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
         tensor([0.7500, 1.0000])
     """
     check_choice(tail, TAILS, what="tail")
-    rows = arrived(rows)
+    rows = arrived(rows.dequantize() if isinstance(rows, QTensor) else rows)
     check_input("unpermute", rows)
     check_permutation("unpermute", permutation)
     positions, assignments = permutation.positions, permutation.assignments
@@ -275,6 +299,12 @@ def check_capacity(capacity: Any, align: int = 1) -> None:
         )
 
 
+def _unpacked(bits: Tensor, num_experts: int | None) -> Tensor:
+    if num_experts is None:
+        raise UnsupportedConfig("Bits of a mask do not tell how many experts there are. Pass num_experts.")
+    return unpack_mask(bits, num_experts)
+
+
 def _number(n: int) -> int:
     """Return a number that a graph may know as a symbol as the one that the graph is made for."""
     return len(range(n))
@@ -285,7 +315,7 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
     if not isinstance(routing, Tensor) or routing.dtype not in (torch.bool, torch.int32, torch.int64):
         got: Any = routing.dtype if isinstance(routing, Tensor) else type(routing).__name__
         raise UnsupportedDtype(
-            f"A map is an index, int32 or int64 [..., K], or a mask, bool [..., E]; got {got}. "
+            f"A map is an index, int32 or int64 [..., K], or a mask, bool [..., E] or its bits, uint8; got {got}. "
             + (
                 "octavo.moe.route returns weights first, then the index."
                 if isinstance(routing, Tensor) and routing.is_floating_point()

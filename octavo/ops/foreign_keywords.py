@@ -27,14 +27,9 @@ WRITE = {
         "an optimizer or a checkpoint needs parameters of their own."
     ),
     "tp_size": "The size is that of tp_group=...; parallel_mode= says how the weight is split.",
-    "save_original_input": (
-        "Backward keeps x as codes, one byte an element. A recipe with wgrad='bf16' keeps x itself: "
-        "recipe=\"fp8-current(wgrad='bf16')\"."
-    ),
-    "return_layernorm_output": (
-        "The norm's output is never written where it fuses. Where it is needed write "
-        "octavo.Sequential(octavo.ops.RMSNorm(n), octavo.ops.MakeExtraOutput(), octavo.Linear(n, m)), which returns y "
-        "and the norm's output."
+    "return_layernorm_output": "The blocks take it: octavo.LayerNormLinear and octavo.LayerNormMLP.",
+    "return_layernorm_output_gathered": (
+        "Write return_layernorm_output=True: each rank returns its own rows. octavo.ops.AllGather gathers them."
     ),
     "name": "A layer's name is its path in the model, which reports and errors show. Leave it out.",
     "sm_margin": "Kernels take the whole GPU. Leave it out.",
@@ -53,7 +48,6 @@ WRITE = {
     "output_quantizer_role": "Settings of one layer are a rule of octavo.Policy. Leave it out.",
     "grad_input_quantizer_role": "Settings of one layer are a rule of octavo.Policy. Leave it out.",
 }
-WRITE |= dict.fromkeys(("return_layernorm_output_gathered",), WRITE["return_layernorm_output"])
 
 
 def refuse(title: str, name: str, known: Iterable[str]) -> NoReturn:

@@ -86,6 +86,7 @@ class GroupedLinear(SplitLayer):
             False backward makes them again: from the weights, or where a scale covers a weight or 128 x 128 blocks by
             transposing cached row codes, so that a cache holds row codes alone. More time, less memory. None, the
             default, is as in `octavo.Linear`.
+        save_original_input: keep x itself for backward, as in `octavo.Linear`.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
         parallel_mode: how the weights are split over the ranks of `tp_group`: "column" gives each rank a part of the
@@ -140,6 +141,7 @@ class GroupedLinear(SplitLayer):
         fuse_wgrad_accumulation: bool | str = False,
         tail: str = "zero",
         keep_weight_codes: bool | None = None,
+        save_original_input: bool = False,
         strict: bool = True,
         parallel_mode: str | None = None,
         tp_group: Group = None,
@@ -167,6 +169,7 @@ class GroupedLinear(SplitLayer):
         self.tail, self.scale_bias, self.return_bias = tail, scale_bias, return_bias
         self.keep_weight_codes = keep_weight_codes is None or keep_weight_codes
         self._codes_chosen = keep_weight_codes is not None
+        self.save_original_input = save_original_input
         self._weight_names = register(
             self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),
             single_grouped_weight,

@@ -341,7 +341,7 @@ def _height(rows: int) -> int:
 def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
     """Refuse an `out` that overlaps tensors that are still to be read."""
     x: Tensor | None = inputs.x
-    if x is not None and overlap(out, x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
+    if x is not None and overlap(out, x) and (config.kept_x in ("plain", "again") or config.quant.fprop.left is None):
         refuse_shared_memory("out", "x, which is multiplied as it is, now or for the weight's gradient")
     if any(overlap(out, t) for t in (*inputs.x_codes, *inputs.x_column)):
         refuse_shared_memory("out", "the codes of x, which the layer multiplies as they are")

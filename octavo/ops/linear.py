@@ -75,6 +75,10 @@ class Linear(SplitLayer, nn.Linear):
         keep_weight_codes: keep the codes of the weight that dx needs from forward to backward. With False backward
             quantizes the weight again: less memory for one more read of the weight. None, the default, is True, and
             False once `fully_shard` has the weight: the codes would be those of the whole weight.
+        save_original_input: keep x itself for backward, which casts it once more, instead of x's codes. The results
+            have the same bits. Choose it where another operation keeps x anyway, as attention keeps its output: one
+            more read of x, and no codes of it. Codes are kept all the same where a second cast would have another scale
+            (the first step of fp8-delayed, amaxes that ranks agreed on) and for a dw that a graph defers.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
         parallel_mode: how the weight is split over the ranks of `tp_group`: "column" gives each rank a part of the
@@ -126,6 +130,7 @@ class Linear(SplitLayer, nn.Linear):
         fuse_wgrad_accumulation: bool | str = False,
         delay_wgrad_compute: bool = False,
         keep_weight_codes: bool | None = None,
+        save_original_input: bool = False,
         strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
@@ -141,6 +146,7 @@ class Linear(SplitLayer, nn.Linear):
         self.return_bias = return_bias
         self.keep_weight_codes = keep_weight_codes is None or keep_weight_codes
         self._codes_chosen = keep_weight_codes is not None
+        self.save_original_input = save_original_input
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
         number_layer(self)
 
@@ -174,7 +180,11 @@ class Linear(SplitLayer, nn.Linear):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
-        self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
+        self,
+        input: Tensor | QTensor,
+        is_first_microbatch: bool | Tensor | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> "Tensor | QTensor | tuple[Tensor | QTensor, Tensor | None]":
         """Compute y = x · Wᵀ + b.
 
@@ -185,6 +195,7 @@ class Linear(SplitLayer, nn.Linear):
                 neither. A tensor of one element leaves the choice to the device: zero means False. Use it if several
                 microbatches share a weight. A call without it takes the value of `octavo.microbatch`.
             fp8_output: return y as codes for a layer with the same recipe.
+            fp8_grad: False. dx leaves as codes inside of an `octavo.Sequential` alone, where an operation takes them.
 
         Returns:
             y [..., out_features] in the dtype of x, or of torch.autocast where that is on; a `QTensor` with
@@ -204,6 +215,11 @@ class Linear(SplitLayer, nn.Linear):
             >>> layer(torch.ones(8, 64), fp8_output=True)
             QTensor(8x32, block-1d, cpu)
         """
+        if fp8_grad:
+            raise UnsupportedConfig(
+                "fp8_grad=True: autograd passes gradients in the dtype of x. In an octavo.Sequential of this layer and "
+                "the one before, dx leaves as codes where a fusion takes them. Leave fp8_grad out."
+            )
         compiling = torch.compiler.is_compiling()
         if compiling and (why := unsupported_in_graph(self)):
             if is_inside_operator():

@@ -34,7 +34,7 @@ _CHOICES = {
     "main_grad": ("", "add", "overwrite"),
     "deferred_wgrad": ("", "queue", "buffers"),
     "tail": ("zero", "untouched"),
-    "x_columns": ("forward", "backward"),
+    "x_columns": ("forward", "backward", "from_x"),
     "dtype": tuple(DTYPES),
     "weight_dtype": tuple(DTYPES),
     "bias_dtype": ("", *DTYPES),
@@ -77,7 +77,9 @@ class LinearSettings(Value):
     # dw is left to `backward_dw()`: backward puts its operands into a "queue", or in a graph into "buffers" that
     # forward returns (`octavo.runtime.deferred_wgrad`)
     deferred_wgrad: str = ""
-    x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
+    # or "backward": a fused operation makes x's column codes again for dw; or "from_x": backward keeps x itself, and
+    # casts it once more where it can by the same scale
+    x_columns: str = "forward"
     recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
     x_all_reduced: bool = False  # x's amaxes are given, row's and column's, all-reduced
     w_all_reduced: bool = False
@@ -118,14 +120,22 @@ class LinearSettings(Value):
 
     @cached_property
     def kept_x(self) -> str:
-        """The form in which backward needs x: "" (not at all), "plain", "row" or "column"."""
+        """The form in which backward needs x: "" (not at all), "plain", "row", "column"; or "again": x itself, to make
+        its column codes once more."""
         if not self.wants_dw:
             return ""
         if self.x == "codes":
             return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
         if self.x_columns == "backward" and self.wgrad_mode == "quantized":
             return ""
-        return _KEPT[self.wgrad_mode]
+        return "again" if self.casts_x_again else _KEPT[self.wgrad_mode]
+
+    @cached_property
+    def casts_x_again(self) -> bool:
+        """Whether backward makes x's column codes from x. In the first step of delayed scaling, forward's inverse scale
+        is not at hand, nor is an amax that ranks agreed on; a dw that a graph defers reads what forward left."""
+        other = self.measures_x or self.x_all_reduced or self.deferred_wgrad == "buffers"
+        return self.x_columns == "from_x" and self.wgrad_mode == "quantized" and not other
 
     @cached_property
     def kept_w(self) -> str:

@@ -114,7 +114,7 @@ class LinearLayer(WeightLayer):
         w: Sequence[Any] = fresh[8:11]
         if config.dy_buffers:
             x = NO_PARTS  # the deferred dw has it
-        elif config.kept_x == "plain":
+        elif config.kept_x in ("plain", "again"):
             x = inputs.x, None, None
         elif config.kept_x and not config.made_x:
             x = _three(inputs.x_column if config.kept_x == "column" else inputs.x_codes)
@@ -124,7 +124,7 @@ class LinearLayer(WeightLayer):
         elif config.kept_w and not config.made_w:
             w = _three(inputs.w_column if config.kept_w == "column" else inputs.w_row)
         dy_inverse_scale, dy_amax_count = (*inputs.scaling[config.dy_scaling], None, None)[:2]
-        x_again = inputs.scaling and config.x_columns == "backward" and config.wants_dw
+        x_again = inputs.scaling and config.wants_dw and (config.x_columns == "backward" or config.kept_x == "again")
         w_amaxes = inputs.all_reduced[config.w_cast.all_reduced] if again else ()
         return Saved._make((
             *x, *w, fresh.width, dy_inverse_scale, dy_amax_count,

@@ -162,8 +162,8 @@ def x_column_buffer(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
     return call.rows.empty_pair(like, (None, call.config.quant.wgrad.right)), arguments
 
 
-def x_columns_again(call: Backward, x: Tensor, source: Tensor) -> QTensor:
-    """Make the column codes of the rows of x that `source` names, as forward would have made them."""
+def x_columns_again(call: Backward, x: Tensor, source: Tensor | None = None) -> QTensor:
+    """Make the column codes of x, or of the rows of x that `source` names, as forward would have made them."""
     arguments = CastArgs(inverse_scale=call.kept.x_inverse_scale, source=source)
     column = call.rows.quantize(x, None, call.config.quant.wgrad.right, arguments)[1]
     assert column is not None
@@ -240,7 +240,9 @@ def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | 
         left, right, k = column, x_column, None if kept.width is None else kept.width.shape[1]
         if left is None:
             left = rows.wgrad_operand(dy)
-        if right is None:
+        if right is None and config.kept_x == "again":
+            right = x_columns_again(call, kept.x_codes)
+        elif right is None:
             right = x_operand(config, rows, kept[X_PARTS], k, math.prod(dy.shape[:-1]), dy.dtype)
         operands = Operands(left, right, rows, (*rows.lead, dy.shape[-1], right.shape[0] if k is None else k))
         if buffers.mail is not None:

@@ -76,6 +76,7 @@ class Quantized(RecipeState):
     NAME: ClassVar[str]  # its name in the registry
     TITLE: ClassVar[str]  # its name in errors
     keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
+    save_original_input = False  # backward keeps x and casts it again, instead of keeping its codes
     _codes_chosen = False  # whether the program has chosen keep_weight_codes
     keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     parallel: Parallel | None = None  # how the weight is split over ranks
@@ -249,8 +250,8 @@ class Quantized(RecipeState):
         buffers = self._hidden._buffers
         return Lookup(
             (
-                self.NAME, recipe.key, self.training, enabled, self.keep_weight_codes, bias is None, weight.shape,
-                trains, *settings,
+                self.NAME, recipe.key, self.training, enabled, self.keep_weight_codes, self.save_original_input,
+                bias is None, weight.shape, trains, *settings,
             ),
             [weight, *(() if bias is None else (bias,)), *more, *scales, *running_amaxes],
             (None, buffers[DY_AMAX] if observes else None, buffers.get(SEED), None) if needs else (None,) * 4,
@@ -351,6 +352,8 @@ class Quantized(RecipeState):
             settings["w_has_columns"] = False
         if grads.ds:
             settings["wants_ds"] = True
+        if self.save_original_input and grads.dw and not codes.row:
+            settings["x_columns"] = "from_x"
         if side.measured != NONE_MEASURED:
             measured = side.measured
             settings |= {"measures_x": measured.x, "measures_w": measured.w, "measures_dy": measured.dy}

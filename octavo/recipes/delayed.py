@@ -67,6 +67,12 @@ class Delayed(Overridable):
 
     def validate(self) -> None:
         super().validate()
+        if callable(self.algorithm):
+            raise UnsupportedConfig(
+                "Delayed.algorithm is a name, 'max' or 'most_recent', because a recipe is data: it is saved in "
+                f"checkpoints and is a constant of a graph. Got the function {self.algorithm!r}. 'max' with history= "
+                "and margin= covers a window and a safety factor."
+            )
         check_choice(self.algorithm, ALGORITHMS, what="Delayed.algorithm")
         check_choice(self.cold_start, COLD_STARTS, what="Delayed.cold_start")
         if type(self.history) is not int or not 1 <= self.history <= 2**20:

@@ -19,6 +19,7 @@ from octavo.runtime import call_cache
 from octavo.runtime.adapter import Adapter
 from octavo.runtime.caller_memory import begin_write, keep, refuse_overlap
 from octavo.runtime.contract import LAYERS, ForwardResult, Layer, packing
+from octavo.runtime.written_buffers import leave_in_place
 
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -85,8 +86,21 @@ class NodeCall:
     def refuse(self, tensors: Sequence[Tensor]) -> None:
         """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
         if self.writes:
-            refuse_hooks(self)
+            if moves_saved_tensors():
+                self.leave_in_place(tensors)
+            refuse_recomputation(self)
             self.refuse_overlaps(tensors)
+
+    def leave_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Keep hooks on saved tensors away from the buffers, to which they would hand backward copies. Tensors that
+        forward makes and backward fills are no buffers."""
+        if self.fills:
+            raise UnsupportedConfig(
+                "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with delay_wgrad_compute=True: backward "
+                "would leave the operands of dw in a copy. Leave one of the two out, or run the layer in eager mode, "
+                "where both work."
+            )
+        leave_in_place(tensors[self.count : self.count + self.written])
 
     def begin_writes(self, tensors: Sequence[Tensor]) -> None:
         """Note that this backward writes gradients to buffers of the caller's."""
@@ -170,15 +184,8 @@ def fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
     return crossing(parsed.layer.flat_places(parsed.config), made)
 
 
-def refuse_hooks(parsed: NodeCall) -> None:
-    """Refuse hooks on saved tensors: writes to a hook's copy are lost, and so are the tensors that backward fills, if
-    forward is run again."""
-    if moves_saved_tensors():
-        raise UnsupportedConfig(
-            "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with state that backward writes: "
-            "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
-            "run the layer in eager mode, where both work."
-        )
+def refuse_recomputation(parsed: NodeCall) -> None:
+    """Refuse to run forward again where it makes tensors that backward fills: they would be lost."""
     if parsed.fills and saved_tensors_hooks(True):
         raise UnsupportedConfig(
             "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "

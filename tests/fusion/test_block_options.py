@@ -163,7 +163,7 @@ OTHERS = {
     "tp_size": (2, "tp_group="),
     "ub_overlap_ag": (True, "Collectives do not overlap"),
     "symmetric_ar_type": ("multimem", "Collectives do not overlap"),
-    "save_original_input": (True, r"wgrad='bf16'"),
+    "return_layernorm_output_gathered": (True, "AllGather gathers them"),
     "name": ("fc1", "path in the model"),
     "get_rng_state_tracker": (None, "Seed all ranks alike"),
 }
@@ -184,7 +184,7 @@ def test_a_keyword_of_another_library_says_what_to_write(kind, sizes, name):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: octavo.LayerNormLinear(8, 8, return_layernorm_output=True), "MakeExtraOutput"),
+        (lambda: octavo.Linear(8, 8, return_layernorm_output=True), "The blocks take it"),
         (lambda: octavo.LayerNormMLP(8, 8, checkpoint=True), "activation_recompute="),
         (lambda: octavo.GroupedLinear(num_gemms=2, in_features=8, out_features=8), "num_groups="),
         (lambda: ops.RMSNorm(8, sm_margin=4), "whole GPU"),
@@ -200,12 +200,54 @@ def test_the_line_to_write(make, said):
         make()
 
 
-def test_the_line_for_the_norms_output_works():
-    model = octavo.Sequential(ops.RMSNorm(8), ops.MakeExtraOutput(), octavo.Linear(8, 4))
-    x = spiky(3, 8)
-    y, normed = model(x)
-    assert_same(normed, ops.RMSNorm(8)(x))
-    assert y.shape == (3, 4)
+def test_gradients_as_codes_say_where_they_are():
+    layer = octavo.Linear(8, 8)
+    with pytest.raises(UnsupportedConfig, match=r"dx leaves as codes where a fusion takes them"):
+        layer(spiky(2, 8), fp8_grad=True)
+    assert layer(spiky(2, 8), fp8_grad=False).shape == (2, 8)
+
+
+def test_an_algorithm_that_is_a_function_says_what_to_write():
+    with pytest.raises(UnsupportedConfig, match=r"'max' or 'most_recent', because a recipe is data"):
+        octavo.recipes.Delayed(algorithm=torch.amax)
+
+
+# -- the norm's output -------------------------------------------------------------------------------------------------
+
+
+@BLOCKS
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("return_bias", [False, True])
+def test_a_block_returns_the_output_of_its_norm(make, recipe, return_bias):
+    block, plain = make(recipe, return_layernorm_output=True, return_bias=return_bias), make(recipe)
+    if return_bias:
+        with torch.no_grad():
+            last(plain).bias.zero_()
+    assert block.state_dict().keys() == plain.state_dict().keys()
+    x, dy, dn = spiky(16, 64), spiky(16, last(plain).out_features, seed=5), spiky(16, 64, seed=6)
+
+    def parts(x):
+        y, *bias, normed = block(x)
+        assert [id(b) for b in bias] == ([id(last(block).bias)] if return_bias else [])
+        return y, normed
+
+    def apart(x):
+        normed = plain.norm(x)
+        rest = octavo.Sequential(*list(plain)[1:], rules=None)
+        return rest(normed), normed
+
+    found, want = step(block, x, (dy, dn), call=parts), step(plain, x, (dy, dn), call=apart)
+    for name, a, b in zip(("y", "norm", "dx"), found, want, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()), msg=name)
+    for a, b in zip(block(x), compiled(block)(x), strict=True):
+        assert_same(a, b)
+    assert "norm-linear" not in block.explain(x).fired
+
+
+def test_recomputation_returns_the_output_of_the_norm():
+    block, plain = mlp(activation_recompute=True, return_layernorm_output=True), mlp(return_layernorm_output=True)
+    x, dys = spiky(16, 64), (spiky(16, 64, seed=3), spiky(16, 64, seed=4))
+    assert_equal(step(block, x, dys), step(plain, x, dys))
 
 
 def test_memory_by_the_names_of_another_library():

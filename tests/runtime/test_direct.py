@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo._torch.inductor import DIRECT_CALLS
-from octavo.errors import UnsupportedConfig
 from octavo.ops import BasicOperation
 from octavo.recipes import SHIPPED
 from octavo.runtime import call_cache as calls
 from tests.support.processes import output_of
 from tests.support.recorded_calls import assert_equal, build, example, on_gpu, step
+from tests.support.steps import assert_state
 
 K, ROWS = 64, 32
 
@@ -130,13 +130,20 @@ def test_a_mode_that_watches_operators_sees_them():
     ]
 
 
-def test_hooks_on_saved_tensors_are_refused_where_backward_writes_to_them():
-    model = octavo.Linear(K, K, recipe="fp8-delayed")
+def test_hooks_on_saved_tensors_leave_state_where_it_is():
+    model, twin = (octavo.Linear(K, K, recipe="fp8-delayed") for _ in range(2))
+    twin.load_state_dict(model.state_dict())
     call = compiled(model)
-    for _ in range(3):
-        step(model, torch.randn(ROWS, K), torch.randn(ROWS, K), call=call)
-    with torch.autograd.graph.save_on_cpu(), pytest.raises(UnsupportedConfig, match="saved_tensors_hooks"):
-        call(torch.randn(ROWS, K))
+
+    def hooked(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return call(x)
+
+    for i in range(4):
+        x, dy = torch.randn(ROWS, K), torch.randn(ROWS, K)
+        assert_equal(step(model, x, dy, call=hooked if i > 1 else call), step(twin, x, dy))
+        octavo.step(model), octavo.step(twin)
+    assert_state(model, twin)
 
 
 def test_results_are_aligned_where_an_input_is_not():

@@ -32,6 +32,13 @@ def keeps_codes_of_x(place: int) -> Condition:
     )  # fmt: skip
 
 
+def casts_x_once(place: int) -> Condition:
+    return of(
+        place, KEPT_AS_CODES, lambda c: c.kept_x != "again",
+        "save_original_input=True keeps x itself, which must then be written anyway",
+    )  # fmt: skip
+
+
 def knows_scale_of_x(place: int) -> Condition:
     return of(place, KNOWN_SCALE, lambda c: not c.measures_x, _first_step("x"))
 
@@ -49,7 +56,7 @@ def _first_step(name: str) -> str:
 
 def x_as_codes(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a layer whose x a kernel writes as codes."""
-    return quantizes_x(place), keeps_codes_of_x(place), knows_scale_of_x(place)
+    return quantizes_x(place), keeps_codes_of_x(place), casts_x_once(place), knows_scale_of_x(place)
 
 
 def dy_as_codes(place: int) -> tuple[Condition, ...]:
