@@ -9,8 +9,7 @@ The files are in benchmarks/results, and come from
     python3 -m benchmarks.llama_8b --json llama-8b-h200.json
 
 The first two tables are for "Memory of a step" in docs/benchmarks-experts.md, without and with an
-optimizer, the third for "A whole model" in docs/benchmarks.md, the fourth for "An 8B model on one GPU" there, the row
-after them for the table of the README.
+optimizer, the third for "A whole model" in docs/benchmarks.md, the fourth for "An 8B model on one GPU" there.
 """
 
 import json
@@ -21,7 +20,6 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 FILES = ("moe-memory-h200.json", "model-memory-h200.json", "llama-8b-h200.json")
 TRAINED = {"full": "all weights", "streamed": "all weights, each updated in backward", "lora": "adapters"}
-README = ("grouped_mm bf16, compiled", "octavo fp8-delayed", "octavo fp8-block")  # bf16, then two recipes
 
 
 def row(cells: list[str]) -> str:
@@ -66,29 +64,11 @@ def of_the_8b_model(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def of_the_readme(report: dict[str, Any]) -> list[str]:
-    """Return the row of the mixture of 128 experts; fp8-current and fp8-rowwise were not run."""
-    cases = {r["case"]: r for r in report["shapes"][1]["results"]}
-    bf16, delayed, block = (f"{cases[case]['peak_mib']:.0f}" for case in README)
-    return [
-        row(
-            [
-                "[peak of a step](docs/benchmarks-experts.md#memory-of-a-step) of that mixture, MiB",
-                bf16,
-                delayed,
-                "–",
-                "–",
-                block,
-            ]
-        )
-    ]
-
-
 def main() -> None:
     names = sys.argv[1:] or FILES
     mixtures, models, large = (json.loads((RESULTS / name).read_text()) for name in names)
     tables = [of_mixtures(mixtures, optimizer=False), of_mixtures(mixtures, optimizer=True), of_models(models)]
-    tables += [of_the_8b_model(large), of_the_readme(mixtures)]
+    tables.append(of_the_8b_model(large))
     print("\n\n".join("\n".join(lines) for lines in tables))
 
 

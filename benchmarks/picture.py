@@ -1,9 +1,8 @@
 """Draws the picture of README.md from the committed results: `python3 -m benchmarks.picture`.
 
-Left: how much faster than bf16 a training step of a SwiGLU MLP is. The newest run has no peers, so torchao's bar comes
-from another run, and is drawn against the bf16 of that run. Right: how far the loss of a small GPT is from bf16's, the
-mean of four seeds and their standard deviation. Plain SVG, without any library: a light card, so that it reads the same
-on a light and on a dark page.
+Left: the time of a training step of a whole model. The parts of a bar are shares of the time of its kernels. Right: how
+far the loss of a small GPT is from bf16's, the mean of four seeds and their standard deviation. Plain SVG, without any
+library: a light card, so that it reads the same on a light and on a dark page.
 """
 
 import json
@@ -13,10 +12,17 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "h200.svg"
 WIDTH, HEIGHT, TOP, ROW, BAR = 860, 300, 92, 34, 18
-INK, MUTED, GRID, OURS, THEIRS = "#1f2933", "#52606d", "#d9e2ec", "#2f6fde", "#9aa5b1"
-BASE, PEER = "bf16 compiled", "torchao tensorwise compiled"
-OURS_FILE, PEERS_FILE = "mlp-refactored-h200", "mlp-h200"
-CASES = (BASE, "octavo fp8-delayed", "octavo fp8-current", "octavo fp8-block")
+INK, MUTED, GRID, OURS = "#1f2933", "#52606d", "#d9e2ec", "#2f6fde"
+PARTS = {"matrix products": "#2f6fde", "attention": "#9aa5b1", "AdamW": "#c3cbd4", "the rest": "#e4e7eb"}
+CASES = {
+    "bf16": "bf16",
+    "bf16, compiled": "bf16, compiled",
+    "octavo fp8-delayed, convert": "convert",
+    "octavo fp8-delayed, convert, compiled": "convert, compiled",
+    "octavo fp8-delayed, blocks": "blocks",
+    "octavo fp8-delayed, blocks, compiled": "blocks, compiled",
+}
+BASE = "bf16, compiled"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
@@ -25,10 +31,21 @@ def load(name: str) -> dict[str, Any]:
     return data
 
 
-def speeds(name: str, cases: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Return (case, milliseconds, times the speed of that run's bf16) of the fused MLP."""
-    ms = {row["case"]: row["ms"] for row in load(name)["results"]}
-    return [(case, ms[case], ms[BASE] / ms[case]) for case in cases]
+def part_of(kernel: str) -> str:
+    """Return the part of a step that a GPU kernel belongs to."""
+    words = {"nvjet": "matrix products", "cudnn": "attention", "FusedOptimizer": "AdamW"}
+    return next((part for word, part in words.items() if word in kernel), "the rest")
+
+
+def steps() -> dict[str, tuple[float, dict[str, float]]]:
+    """Return the median milliseconds of a step of each case, and the share of each part in the time of its kernels."""
+    found = {}
+    for row in load("model-h200")["results"]:
+        spent = dict.fromkeys(PARTS, 0.0)
+        for each in row["kernels"]:
+            spent[part_of(each["kernel"])] += each["ms"]
+        found[row["case"]] = row["ms"], {part: ms / sum(spent.values()) for part, ms in spent.items()}
+    return found
 
 
 def gaps() -> list[tuple[str, float, float]]:
@@ -45,29 +62,31 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str, width: float = 
     return f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' stroke='{color}' stroke-width='{width:g}'/>"
 
 
-def speed_panel(left: float) -> list[str]:
-    start, unit = left + 170, 104.0  # the zero of the bars, and the pixels of 1x
+def step_panel(left: float) -> list[str]:
+    start, unit = left + 122, 2.05  # the zero of the bars, and the pixels of a millisecond
     parts = [
-        text(left, 36, "Speed of a training step", size=16),
-        text(left, 56, "RMSNorm and SwiGLU MLP, 8192 x 4096 x 14336, NVIDIA H200", size=11, fill=MUTED),
+        text(left, 36, "A training step of a whole model, in fp8-delayed", size=16),
+        text(left, 56, "Llama of 4 layers of 4096, 8192 tokens, with AdamW, NVIDIA H200", size=11, fill=MUTED),
     ]
-    bars = [*speeds(OURS_FILE, CASES), *speeds(PEERS_FILE, (PEER,))]
-    for i, (case, ms, times) in enumerate(bars):
-        y = TOP + i * ROW
-        color = OURS if case.startswith("octavo") else THEIRS
+    found = steps()
+    for i, (case, label) in enumerate(CASES.items()):
+        (ms, shares), y, x = found[case], TOP + i * ROW, start
+        parts.append(text(start - 10, y + 14, label, anchor="end"))
+        for part, share in shares.items():
+            parts.append(
+                f"<rect x='{x:.1f}' y='{y}' width='{unit * ms * share:.1f}' height='{BAR}' fill='{PARTS[part]}'/>"
+            )
+            x += unit * ms * share
+        times = "" if case.startswith("bf16") else f", {found[BASE][0] / ms:.2f}x"
+        parts.append(text(x + 8, y + 14, f"{ms:.1f} ms{times}", size=12))
+    x, y = left, TOP + len(CASES) * ROW + 8
+    for part, color in PARTS.items():
         parts += [
-            text(start - 10, y + 14, case.replace("octavo ", "").replace(" compiled", ""), anchor="end"),
-            f"<rect x='{start:g}' y='{y}' width='{unit * times:.1f}' height='{BAR}' rx='2' fill='{color}'/>",
-            text(
-                start + unit * times + 8,
-                y + 14,
-                f"{times:.2f}x" if case == PEER else f"{times:.2f}x, {ms:.2f} ms",
-                size=12,
-            ),
+            f"<rect x='{x:g}' y='{y}' width='11' height='11' fill='{color}'/>",
+            text(x + 16, y + 10, part, size=11, fill=MUTED),
         ]
-    [(_, ms, _), (_, base, _)] = speeds(PEERS_FILE, (PEER, BASE))
-    note = f"torchao: another run ({PEERS_FILE}.json), {ms:.2f} ms beside a bf16 of {base:.2f}"
-    return [*parts, text(left, TOP + len(bars) * ROW + 20, note, size=11, fill=MUTED)]
+        x += 36 + 5.5 * len(part)
+    return parts
 
 
 def gap_panel(left: float) -> list[str]:
@@ -96,9 +115,9 @@ def gap_panel(left: float) -> list[str]:
 
 def draw() -> str:
     card = f"<rect x='0.5' y='0.5' width='{WIDTH - 1}' height='{HEIGHT + 39}' rx='8' fill='#ffffff' stroke='{GRID}'/>"
-    parts = [card, *speed_panel(24), *gap_panel(480)]
+    parts = [card, *step_panel(24), *gap_panel(476)]
     size = f"width='{WIDTH}' height='{HEIGHT + 40}' viewBox='0 0 {WIDTH} {HEIGHT + 40}'"
-    title = "<title>Speed of a training step and loss against bf16, measured on one H200</title>"
+    title = "<title>A training step of a whole model, and loss against bf16, measured on one H200</title>"
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img'>", title, *parts, "</svg>\n"])
 
 

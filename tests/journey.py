@@ -2,7 +2,7 @@
 
     python -m tests.journey                     # as README says; torch comes from where pip finds it
     python -m tests.journey --torch "torch==2.13.0+cpu"
-    python -m tests.journey --all --json journey.json    # `make demo` and `make test` too, which make their own .venv
+    python -m tests.journey --all --json journey.json    # `make demo` too, which makes its own .venv
 
 The sources are those of the last commit, copied into a folder of their own. The first command that fails ends it, with
 exit code 1. Outside of `make test`, because it installs torch.
@@ -23,7 +23,7 @@ from tests.support.pages import examples
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^    (?P<command>(?:make|pip|octavo) [^#\n]*?)\s*(?:#.*)?$", re.MULTILINE)
-WITH_MAKE = ("make demo", "make test")  # they make .venv, and take minutes
+WITH_MAKE = ("make demo",)  # it makes .venv, and takes minutes
 
 
 def commands(readme: str) -> list[str]:
@@ -39,7 +39,7 @@ def program(readme: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.journey", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--torch", default=None, metavar="SPEC", help="install this first; default: as pip decides")
-    parser.add_argument("--all", action="store_true", help="also run make demo and make test")
+    parser.add_argument("--all", action="store_true", help="also run make demo")
     parser.add_argument("--json", type=Path, default=None, help="write the times here")
     arguments = parser.parse_args(argv)
     readme = (ROOT / "README.md").read_text()

@@ -13,7 +13,9 @@ from tests.support.pages import DOCS, GPU, ROOT, anchors, blocks, broken, exampl
 from tests.support.state_tensors import named_state
 
 LONGEST = 100  # words of a paragraph
-WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+LONGEST_PAGE = 3000  # words of a page; the changelog and the guide for contributors are read in parts
+README = ROOT / "README.md"
+WRITTEN = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
 WRITTEN += sorted(DOCS.rglob("*.md"))
 SHOWN = [page for page in WRITTEN if page.name != "CONTRIBUTING.md"]  # whose examples are run by a test of their own
 PYTHON = [page for page in SHOWN if "```python" in page.read_text()]
@@ -168,6 +170,11 @@ def test_the_times_of_the_benchmarks_are_on_file(page, least):
 def test_no_paragraph_is_long(page):
     found = paragraphs(page.read_text())
     assert [p for p in found if len(p.split()) > LONGEST] == []
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=name)
+def test_no_page_is_long(page):
+    assert len(page.read_text().split()) <= LONGEST_PAGE
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name)

@@ -26,6 +26,7 @@ from tests.support.figures import (
 LAYER = [8192, 4096, 14336]
 LINEAR, MLP, GROUPED = "linear-refactored-h200", "mlp-refactored-h200", "grouped-refactored-h200"
 MOE, GEMMS, PERMUTE = "moe-h200", "grouped-gemms-h200", "permute-h200"
+MIXTURES = "moe-memory-h200"
 CHOOSING, FAQ = "docs/choosing-a-recipe.md", "docs/faq.md"
 
 
@@ -61,42 +62,30 @@ def both(row):
 # -- README ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_readme():
-    ((head, *rows),) = tables(README, "## Measured")
-    names = head[2:]
-    experts, mixture = shapes(GROUPED)[1], shapes(MOE)[1]
-    whole = {key.split()[1].strip(","): found for key, found in mixture.items() if re.search("MoE.*compiled", key)}
-    whole["bf16"] = mixture["grouped_mm bf16, compiled"]
-
-    def row(found, first, field, form):
-        return [format(found[key][field], form) if key in found else "–" for key in (first, *names)]
-
-    assert [each[1:] for each in rows] == [
-        row(layer(), "nn.Linear", "graph_ms", ".2f"),
-        row(mlp(), "bf16 compiled", "ms", ".2f"),
-        row(mlp(), "bf16 compiled", "kept_mib", ".0f"),
-        row(experts, "grouped_mm bf16", "graph_ms", ".2f"),
-        row(mixture, "grouped_mm bf16, compiled", "ms", ".2f"),
-        row(whole, "", "ms", ".2f"),
-        [cell if cell == "–" else f"{float(cell) / 1e3:.0f} k" for cell in row(whole, "bf16", "tokens_per_s", "")],
-        row(mixture, "grouped_mm bf16, compiled", "kept_mib", ".0f"),
-        row(shapes("moe-memory-h200")[1], "grouped_mm bf16, compiled", "peak_mib", ".0f"),
-        ["", *map(gap, names)],
-    ]
+def test_the_recipes_of_the_readme():
+    rows = keyed(tables(README, "## Recipes and hardware")[0])
+    fused = mlp()
+    assert list(rows) == [name for name in octavo.recipes.SHIPPED if name in parity() and name != "bf16"]
+    for name, cells in rows.items():
+        times = f"{fused['bf16 compiled']['ms'] / fused[name]['ms']:.2f}" if name in fused else "–"
+        assert cells[-2:] == [times, gap(name)], name
 
 
 def test_the_first_table_of_the_readme():
     ((_, *rows),) = tables(README, "# Octavo")[:1]
     whole = {row["case"]: row["ms"] for row in results("model-h200")["results"]}
     kinds = [whole["bf16, compiled"] / whole[f"octavo fp8-delayed, {kind}, compiled"] for kind in ("convert", "blocks")]
-    mixture, fused = shapes(MOE)[1], mlp()
-    experts = mixture["grouped_mm bf16, compiled"]["ms"] / mixture["fp8-delayed"]["ms"]
+    of_8, of_128, of_64 = shapes(MIXTURES)
+    experts = [found["grouped_mm bf16, compiled"]["ms"] / found["fp8-delayed"]["ms"] for found in (of_8, of_64, of_128)]
+    fused = mlp()
     assert [row[1] for row in rows] == [
         "{:.2f}× as fast after `convert`, {:.2f}× in fused blocks".format(*kinds),
-        f"{experts:.2f}× as fast",
+        "{:.2f}×, {:.2f}×, {:.2f}× as fast".format(*experts),
         f"{fused['bf16 compiled']['ms'] / fused['fp8-delayed']['ms']:.2f}× as fast",
         f"{gap('fp8-delayed')} %",
     ]
+    named = re.findall(r"`([\w-]+)\.json`", section(README, "# Octavo"))
+    assert named == ["model-h200", MIXTURES, MLP, "parity-h200"]
 
 
 def test_the_cost_of_emulation():
@@ -186,7 +175,7 @@ def test_the_summary_of_the_benchmarks():
         (mlp()["bf16 compiled"]["ms"], mlp()["fp8-delayed"]["ms"], ".3f"),
         (mlp("block-h200")["bf16"]["ms"], mlp("block-h200")["fp8-delayed"]["ms"], ".2f"),
         (shapes(GROUPED)[0]["grouped_mm bf16"]["ms"], shapes(GROUPED)[0]["fp8-delayed"]["ms"], ".3f"),
-        (shapes(MOE)[1]["grouped_mm bf16, compiled"]["ms"], shapes(MOE)[1]["fp8-delayed"]["ms"], ".3f"),
+        (shapes(MIXTURES)[1]["grouped_mm bf16, compiled"]["ms"], shapes(MIXTURES)[1]["fp8-delayed"]["ms"], ".3f"),
     ]
     want = [[f"{base:{form}} ms", f"{ours:{form}} ms", f"{base / ours:.2f}"] for base, ours, form in pairs]
     assert [row[1:4] for row in rows] == want

@@ -5,6 +5,7 @@ import re
 from benchmarks import memory_tables
 from tests.support.figures import BENCHMARKS, EXPERTS, README, cases, results, section, shapes, tables
 
+MEMORY = "docs/memory.md"
 MOE_MEMORY, MODEL_MEMORY = "moe-memory-h200", "model-memory-h200"
 
 
@@ -15,12 +16,27 @@ def shares_of_bf16s_peak(wanted):
 
 
 def test_the_memory_that_the_limits_of_the_readme_name():
+    found = shares_of_bf16s_peak(lambda _: True)
     text = " ".join(section(README, "## Limits").split())
+    assert f"[{min(found):.2f} to {max(found):.2f} of bf16's]" in text
+
+
+def test_the_page_about_memory():
+    text = " ".join(section(MEMORY, "## What was measured").split())
     cast, codes = (cases(results(MODEL_MEMORY)["results"])[f"fp8-delayed, {how}"] for how in ("blocks", "codes"))
     peaks, held = ([f"{row[key]:,.0f}" for row in (codes, cast)] for key in ("peak_mib", "held_mib"))
     assert "peak at {} MiB instead of {}, and hold {} instead of {}".format(*peaks, *held) in text
-    found = shares_of_bf16s_peak(lambda _: True)
-    assert f"[{min(found):.2f} to {max(found):.2f} of bf16's]" in text
+    (linear,) = [row["results"] for row in results("linear-refactored-h200")["shapes"] if row["shape"][2] == 14336]
+    ours, plain = (cases(linear)[name] for name in ("fp8-delayed", "nn.Linear"))
+    shown = [f"{row[key]:.0f}" for row in (ours, plain) for key in ("saved_mib", "peak_mib")]
+    assert "kept {} MiB, peak {}; bf16 {} and {} ".format(*shown) in text
+    fused = cases(results("mlp-refactored-h200")["results"])
+    kept = [f"{fused[name]['kept_mib']:.0f}" for name in ("fp8-delayed", "bf16 compiled")]
+    assert "kept {} MiB; bf16 compiled {} ".format(*kept) in text
+    shares = shares_of_bf16s_peak(lambda _: True)
+    assert f"peak of a step {min(shares):.2f} to {max(shares):.2f} of bf16's" in text
+    large = {row["recipe"]: row for row in results("llama-8b-h200")["results"] if row["how"] == "full"}
+    assert f"{large['fp8-block']['peak_gib']} GiB in `fp8-block`, {large['bf16']['peak_gib']} in bf16" in text
 
 
 def table_of(lines):
