@@ -134,13 +134,8 @@ def permute(
     capacity: int | None = None,
     align: int = 1,
     tail: str = "zero",
-<<<<<<< HEAD
-) -> tuple[Tensor, Permutation]:
-    """Copy each token to the rows of its assignments, sorted by expert.
-=======
 ) -> tuple[Rows, Permutation]:
-    """Copies each token to the rows of its assignments, sorted by expert.
->>>>>>> seeds
+    """Copy each token to the rows of its assignments, sorted by expert.
 
     Backward sums the gradients of a token's rows, in float32 and in the order of its assignments. It reads no other
     row: pads and the tail of the gradient may hold anything, NaN too.
@@ -202,15 +197,10 @@ def permute(
     return rows if rows.dtype == x.dtype else rows.view(x.dtype), permutation
 
 
-<<<<<<< HEAD
-def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero") -> Tensor:
-    """Sum the rows of each token's assignments, each multiplied by its probability.
-=======
 def unpermute(
     rows: Tensor | QTensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero"
 ) -> Tensor:
-    """Sums the rows of each token's assignments, each multiplied by its probability.
->>>>>>> seeds
+    """Sum the rows of each token's assignments, each multiplied by its probability.
 
     The sum runs in float32, assignment after assignment, and is rounded once. Two runs give the same bits. Rows without
     an assignment are not read. A dropped assignment adds nothing, and the gradient of its probability is zero.
