@@ -30,7 +30,7 @@ def overlaps_itself(t: Tensor) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether a tensor's elements fill the memory from the first to the last, each in a place of its own."""
+    """Tell whether a tensor's elements fill the memory from the first to the last, each in a place of its own."""
     first, end = span(t)
     return end - first == t.nbytes and not overlaps_itself(t)
 

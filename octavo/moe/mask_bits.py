@@ -10,7 +10,7 @@ BITS = 8
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Packs a mask of experts into bits, an eighth of its bytes.
+    """Pack a mask of experts into bits, an eighth of its bytes.
 
     Args:
         mask: bool [..., E], True where a token goes to an expert.
@@ -40,7 +40,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, num_experts: int) -> Tensor:
-    """Unpacks bits that `pack_mask` made, or another library with the first expert in the lowest bit.
+    """Unpack bits that `pack_mask` made, or another library with the first expert in the lowest bit.
 
     Args:
         bits: the bits [..., E / 8], rounded up, in uint8. Those after the last expert are not read.

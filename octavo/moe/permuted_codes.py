@@ -10,7 +10,7 @@ from octavo.quant.casts import in_order
 
 
 def moved_rows(q: QTensor, move: Callable[[Tensor], Tensor]) -> QTensor:
-    """Returns the codes whose rows `move` copies. Scales of rows move with them; one of the whole tensor stays."""
+    """Return the codes whose rows `move` copies. Scales of rows move with them; one of the whole tensor stays."""
     if q.requires_grad:
         raise UnsupportedConfig(
             "permute moves codes without a gradient, and these carry one. Permute the values, and quantize the rows; "
