@@ -32,7 +32,7 @@ from octavo.runtime.call import Stage, call, run_hit
 from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
 from octavo.runtime.stage import Wanted
-from octavo.scaling.delayed_scaling import BUFFER_NAMES, Measured
+from octavo.scaling.delayed_scaling import BUFFER_NAMES, NO_OPERANDS, OperandMask
 from octavo.values import Value
 from octavo.weights.quantized_parameters import parameter, with_values
 from octavo.weights.quantized_weight import QuantizedWeight
@@ -41,7 +41,7 @@ from octavo.weights.unsupported_wgrad import refuse_shards, unsupported_in_graph
 DY_AMAX = BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
 
 
-NONE_WANTED, NONE_MEASURED = Wanted(), Measured()
+NONE_WANTED = Wanted()
 
 
 class WeightSide(NamedTuple):
@@ -49,7 +49,7 @@ class WeightSide(NamedTuple):
 
     weight: str  # "plain", "codes" or "quantized"; this and the next five are in the layer's config
     observe: bool
-    measured: Measured
+    measured: OperandMask
     main_grad: str
     dummy_grad: bool
     deferred_wgrad: str
@@ -237,7 +237,7 @@ class Quantized(RecipeState):
         recipe, enabled = self._recipe or self._followed(ambient.recipe), torch.is_grad_enabled()
         codes, scaling = self._codes, self._scaling
         if (
-            ambient.first is not None or codes.ambient or codes.has_quantized_weight or scaling.uncalibrated
+            ambient.first is not None or codes.ambient or codes.has_quantized_weight or any(scaling.uncalibrated)
             or process.dry or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
             or (self.parallel is not None and self._split_over_ranks() is not None)
         ):  # fmt: skip
@@ -294,8 +294,8 @@ class Quantized(RecipeState):
         if observe and not as_nodes:  # a graph would guard on the counts
             scaling.watch(self, weights[0])
         kind = self._codes.supply(self, recipe, weights, first, grads, observe, dry)
-        measured = NONE_MEASURED
-        if recipe.stateful and scaling.uncalibrated:
+        measured = NO_OPERANDS
+        if recipe.stateful and any(scaling.uncalibrated):
             measured = scaling.measures(not has_codes, kind == "plain", grads.dx or grads.dw)
         main_grad, dummy, delay = "", False, ""
         if grads.dw and not dry and self.fuse_wgrad_accumulation:
@@ -307,7 +307,7 @@ class Quantized(RecipeState):
             # a graph's forward leaves operands before any backward, and one in eval mode may never have one
             delay = "queue" if not as_nodes else "buffers" if self.training else ""
         row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
-        scales, amaxes = scaling.of_call(self, measured != NONE_MEASURED, observe) if recipe.stateful else ((), ())
+        scales, amaxes = scaling.of_call(self, measured != NO_OPERANDS, observe) if recipe.stateful else ((), ())
         return WeightSide(
             kind, observe, measured, main_grad, dummy, delay, (row, column, scales, amaxes),
             self._written(any(grads), observe, main_grad, delay, as_nodes),
@@ -351,7 +351,7 @@ class Quantized(RecipeState):
             settings["w_has_columns"] = False
         if grads.ds:
             settings["wants_ds"] = True
-        if side.measured != NONE_MEASURED:
+        if side.measured != NO_OPERANDS:
             measured = side.measured
             settings |= {"measures_x": measured.x, "measures_w": measured.w, "measures_dy": measured.dy}
         if bias is not None:

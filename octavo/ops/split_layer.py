@@ -69,7 +69,7 @@ class SplitLayer(Quantized):
         """Return whether the ranks of a row layer agree on amaxes of x before x is cast."""
         recipe = self._recipe or self._followed(ambient.recipe)
         whole = scales_whole(recipe.linear().fprop.left)
-        return whole and (not recipe.stateful or "x" in self._scaling.uncalibrated)
+        return whole and (not recipe.stateful or self._scaling.uncalibrated.x)
 
     def _check_ranks(self, parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Raise if other ranks call the layer in another way."""
