@@ -18,7 +18,7 @@ from octavo.runtime.call import Stage, call
 Specs = Sequence[Quantizer | None]  # x's row and column, w's row and column
 
 
-def agree(
+def all_reduce_amaxes(
     layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, side: Any, needs_dw: bool,
     as_nodes: bool, splits: Tensor | None = None,
 ) -> tuple[bool, bool, Parts]:  # fmt: skip

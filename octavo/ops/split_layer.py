@@ -83,7 +83,7 @@ class SplitLayer(Quantized):
         assert weight is not None
         return all_reduced_weight(self, parallel.group, recipe, weight, as_nodes, of_groups=weight.dim() == 3)
 
-    def _check_holdable_as_shards(self, what: str, mode: str) -> None:
+    def _check_shards(self, what: str, mode: str) -> None:
         """Raise if DTensors cannot take the place of the parameters of a layer that is split in this mode."""
         self._refuse_parametrized(what)
         if mode == "column" and self.column_blocks > 1:
