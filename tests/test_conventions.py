@@ -154,3 +154,21 @@ def test_a_docstring_that_describes_is_found():
         ('"""`octavo.step`: ends a step."""', ["the file: ends a step"]),
     ):
         assert list(descriptive_openings(ast.parse(code))) == found
+
+
+# everyday words that stood for something of the package: each has the field's own word
+REPLACED = {
+    "adopted": "third-party", "extras": "auxiliary outputs", "known again": "call cache hit", "ledger": "report",
+    "mail": "queue", "mailbox": "queue", "posted": "deferred", "settle": "materialize", "shadow": "float32 reference",
+    "stranger": "third-party", "turned around": "transposed", "twin": "implementation", "unborn": "on meta",
+}  # fmt: skip
+
+
+def test_the_package_uses_the_words_of_its_field():
+    pattern = re.compile(rf"\b({'|'.join(REPLACED)})s?\b", re.IGNORECASE)
+    found = {
+        f"{path.name}: {match[0]} is {REPLACED[match[1].lower()]}"
+        for path in (ROOT.parent / "octavo").rglob("*.py")
+        for match in pattern.finditer(path.read_text())
+    }
+    assert found == set()

@@ -18,7 +18,7 @@ from octavo.runtime.call import Stage, call
 Specs = Sequence[Quantizer | None]  # x's row and column, w's row and column
 
 
-def agree(
+def all_reduce_amaxes(
     layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, side: Any, needs_dw: bool,
     as_nodes: bool, splits: Tensor | None = None,
 ) -> tuple[bool, bool, Parts]:  # fmt: skip
@@ -52,7 +52,7 @@ def all_reduced_weight(
     """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none. `of_groups`:
     it has a weight for each group."""
     specs = _weight_specs(recipe)
-    if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.uncalibrated):
+    if not any([spec is not None for spec in specs]) or (recipe.stateful and not layer._scaling.uncalibrated.w):
         return ()
     found = largest_of(layer, group, (None, None, *specs), weight, weight, as_nodes, weight if of_groups else None)
     return _each(found, weight.shape[0] if of_groups else 1)[2:]

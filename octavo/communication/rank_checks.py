@@ -133,8 +133,9 @@ def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> 
 
 def _unknown_scales(layer: Any, recipe: Recipe) -> str:
     """Return the operands of fp8-delayed whose amaxes ranks agree on in a call, because no step has seen them."""
-    uncalibrated = [letter for letter in layer._scaling.uncalibrated if letter in "xw"] if recipe.stateful else []
-    return f", no scale yet for {' and '.join(uncalibrated)}" if uncalibrated else ""
+    mask = layer._scaling.uncalibrated
+    names = [name for name, is_unknown in (("x", mask.x), ("w", mask.w)) if is_unknown and recipe.stateful]
+    return f", no scale yet for {' and '.join(names)}" if names else ""
 
 
 def _differ(others: list[int]) -> str:

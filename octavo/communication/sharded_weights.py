@@ -219,11 +219,11 @@ class WeightSource:
         contract: Any = LAYERS[layer.NAME]
         proto = TensorProto(kind.shape, values.dtype, values.device)
         row = room_of(contract.abstract_weight(contract.config(kind.key), proto)[0])
-        _, slots = layer._scaling.of_weight(layer, recipe, False)
+        _, inverse_scales = layer._scaling.of_weight(layer, recipe, False)
         bits: Parts = ()
-        if any(map(scales_whole, self._specs())) and (not recipe.stateful or len(slots) > 1):
+        if any(map(scales_whole, self._specs())) and (not recipe.stateful or len(inverse_scales) > 1):
             bits = self._agreed(layer, values).unsqueeze(1).unbind()
-        quantize_into(kind, WeightCast(values, row, (), (), slots, None, bits))
+        quantize_into(kind, WeightCast(values, row, (), (), inverse_scales, None, bits))
         self.casts += 1
         return row
 

@@ -323,7 +323,7 @@ def _cast(
     """Cast this rank's rows. Return the tensors of row codes and of column codes."""
     scaling, delayed = layer._scaling, recipe.stateful
     observe = delayed and layer.training and torch.is_grad_enabled() and not process.dry
-    measures = delayed and scaling.uncalibrated != "" and scaling.measures(True, False, False).x
+    measures = delayed and any(scaling.uncalibrated) and scaling.measures(True, False, False).x
     quant = recipe.linear()
     row, column = quant.fprop.left, quant.wgrad.right if has_columns else None
     assert row is not None

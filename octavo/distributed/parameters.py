@@ -43,7 +43,7 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{layer.op_describe()} is split over the ranks {ranks_in(layer.parallel.group)}, and the mesh has "
                 f"{ranks_in(group)}. Pass the mesh that was its tp_group."
             )
-        layer._check_holdable_as_shards("distribute_parameters", layer.parallel.mode)
+        layer._check_shards("distribute_parameters", layer.parallel.mode)
         keep_dtensors(layer, layer.parallel.mode, mesh, partial(DTensor.from_local, run_check=False))
     return model
 

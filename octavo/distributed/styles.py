@@ -65,7 +65,7 @@ class _Style(ParallelStyle):
                 f"{'out' if dim == 0 else 'in'}_features do not divide by the {size} ranks of the mesh. Pad them to a "
                 f"multiple of {size}."
             )
-        module._check_holdable_as_shards(name, self.MODE)
+        module._check_shards(name, self.MODE)
         self._check_packed(module)
         distribute = partial(distribute_tensor, src_data_rank=self.src_data_rank)
         keep_dtensors(module, self.MODE, device_mesh, distribute)

@@ -52,7 +52,8 @@ class FusedOperation:
 
         fuser_forward_compute(configs, inputs)                     returns y, the extra outputs of each operation, and
                                                                    the intermediates of each
-        fuser_forward_save_ctx(configs, inputs, outputs, fresh)    returns the tensors to save, for each operation
+        fuser_forward_save_ctx(configs, inputs, outputs, intermediates)
+                                                                   returns the tensors to save, for each operation
         fuser_backward(configs, saved, grads, wants)               returns the gradients, for each operation
 
     `configs` and `inputs` have an entry for each operation; only the first one's inputs have x, the others have None.
@@ -80,7 +81,7 @@ class FusedOperation:
         ...         scale = configs[0].function.alpha * configs[1].function.alpha
         ...         return inputs[0].x * scale, ((), ()), ((), ())
         ...     @staticmethod
-        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, intermediates):
         ...         return (), ()
         ...     @staticmethod
         ...     def fuser_backward(configs, saved, grads, wants):

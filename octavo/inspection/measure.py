@@ -108,8 +108,8 @@ class Call(NamedTuple):
         """Record dy and dw. Return the float32 reference's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
-        fresh = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
-        scaling = () if fresh else self.inputs.scaling[part_of(DY, config.measures_dy)]
+        intermediates = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
+        scaling = () if intermediates else self.inputs.scaling[part_of(DY, config.measures_dy)]
         record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
         x, w = self.x(), self.w()
         exact = self._exact(x, None if x is not None else self.x_cast(x), w, None if w is not None else self.w_cast())
@@ -176,11 +176,13 @@ class Call(NamedTuple):
     def _saved(self, exact: Any) -> Any:
         """Select the tensors that the float32 reference's backward needs, without running its forward: unquantized,
         forward makes no tensor for backward but the places of groups."""
-        fresh = dict.fromkeys(self.layer.Intermediates._fields)
+        intermediates = dict.fromkeys(self.layer.Intermediates._fields)
         if self.groups is not None:
-            fresh |= dict(zip(Groups._fields, self.groups.tensors(), strict=False))
-            fresh["width"] = exact.weight.new_empty(0, exact.weight.shape[-1])
-        return self.layer.save(self.float32_reference, exact, ForwardResult((), (), self.layer.Intermediates(**fresh)))
+            intermediates |= dict(zip(Groups._fields, self.groups.tensors(), strict=False))
+            intermediates["width"] = exact.weight.new_empty(0, exact.weight.shape[-1])
+        return self.layer.save(
+            self.float32_reference, exact, ForwardResult((), (), self.layer.Intermediates(**intermediates))
+        )
 
     def _exact(self, x: Tensor | None, x_cast: Cast | None, w: Tensor | None, w_cast: Cast | None) -> Any:
         """Return the inputs of the float32 reference: float32, from the codes' values where only codes are left."""

@@ -90,7 +90,7 @@ def give_recipe(model: nn.Module, recipe: str | Recipe | Policy) -> None:
 def set_recipe(layer: Quantized, recipe: str | Recipe) -> None:
     """Run a layer in another recipe from now on."""
     layer._schedule = None
-    layer._release_codes()
+    layer._restore_weight()
     layer._lose_recipe()
     layer.recipe = recipe  # type: ignore[assignment]
 

@@ -179,7 +179,7 @@ def revert(model: nn.Module) -> None:
         third_party_experts.revert(module)
     for other in model.modules():
         if isinstance(other, Quantized) and id(other) not in changed:
-            other._release_codes()
+            other._restore_weight()
             if other._given_recipe:
                 other._lose_recipe()
     for _, module in linears:

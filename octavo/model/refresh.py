@@ -96,11 +96,11 @@ def quantize_weights(
         )
     names = _names_of_parameters(model)
     for path, module in quantized:
-        module._check_holdable()
+        module._check_may_be_codes()
         for weight in module._weight_parts():
             _refuse_tied(path, names[id(weight)])
     for _, module in quantized:
-        module._hold_codes(trainable, keep_columns, preserve_high_precision)
+        module._replace_weight_by_codes(trainable, keep_columns, preserve_high_precision)
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:

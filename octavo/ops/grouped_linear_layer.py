@@ -22,7 +22,7 @@ from octavo.kernels import grouped_gemm
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.ops.linear_config import LinearSettings
 from octavo.ops.linear_layer import LinearLayer
-from octavo.ops.operands import PLACES, Backward, Dense, Intermediates, Operand, Operands, Pair, Saved
+from octavo.ops.operands import PLACES, BackwardCall, Dense, Intermediates, Operand, Operands, Pair, Saved
 from octavo.quant.casts import in_order
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
@@ -43,7 +43,7 @@ from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
 from octavo.quant.scale_blocks import are_transposed
 from octavo.quant.tensorwise import Tensorwise
 from octavo.runtime.contract import DTYPES, ForwardResult, Tensors
-from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
+from octavo.runtime.gradient_targets import LazyTarget, OperandQueue, Target, Writes
 from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
@@ -87,7 +87,7 @@ class Buffers(NamedTuple):
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
-    mail: Mail | None = None
+    queue: OperandQueue | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
     dy_codes: GradientCodes | None = None  # dy may arrive there
 
@@ -207,7 +207,7 @@ class Ragged(Dense):
             grouped_gemm.zero_tail(y, self.groups)
         return y
 
-    def input_product(self, call: Backward, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
+    def input_product(self, call: BackwardCall, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
         """Compute dx, in the caller's memory if there is some."""
         config, kept, out = call.config, call.kept, call.buffers.dgrad_out
         dx: Tensor = out
@@ -224,7 +224,7 @@ class Ragged(Dense):
             grouped_gemm.zero_tail(dx, self.groups)
         return dx
 
-    def bias_gradients(self, call: Backward, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def bias_gradients(self, call: BackwardCall, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         config, kept = call.config, call.kept
         db = ds = None
         if config.wants_db:
@@ -278,9 +278,9 @@ class GroupedLinearLayer(LinearLayer):
     def rows_of(self, inputs: Inputs, rows: int) -> Ragged:
         return Ragged(split(inputs.splits, rows))
 
-    def backward_call(self, config: Config, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> Backward:
+    def backward_call(self, config: Config, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> BackwardCall:
         kept: Any = Saved._make(saved)
-        return Backward(config, kept, buffers, writes, Ragged(Groups._make((*kept[PLACES], rows))))
+        return BackwardCall(config, kept, buffers, writes, Ragged(Groups._make((*kept[PLACES], rows))))
 
     def _rows_at(self, places: Parts, rows: int) -> Ragged:
         return Ragged(Groups._make((*places, rows)))
@@ -351,7 +351,7 @@ def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
             refuse_shared_memory("out", f"{name}, which the layer needs as it is")
 
 
-def given_dy(call: Backward, dy: Tensor, codes: GroupedTensor) -> tuple[Tensor, Pair]:
+def given_dy(call: BackwardCall, dy: Tensor, codes: GroupedTensor) -> tuple[Tensor, Pair]:
     """Return dy that arrived as codes: its values, if a gradient needs them, and codes of its rows and columns. Codes
     of the right quantizer are used as they are, or transposed; others are made of the values."""
     config, groups = call.config, call.rows.groups

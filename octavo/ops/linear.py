@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.communication import collectives
-from octavo.communication.amax_reduction import agree
+from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
@@ -284,7 +284,9 @@ class Linear(SplitLayer, nn.Linear):
         all_reduced: Parts = ()
         if parallel is not None:
             values = None if codes.row else x
-            of_x, of_w, all_reduced = agree(self, parallel, recipe, values, weight, side, grads.dw, as_nodes)
+            of_x, of_w, all_reduced = all_reduce_amaxes(
+                self, parallel, recipe, values, weight, side, grads.dw, as_nodes
+            )
             more |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
         key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
         width = weight.shape[0]

@@ -25,7 +25,7 @@ def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
     return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
 
 
-known_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no compiler traces
+cached_call_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no compiler traces
 
 
 _CHOICES = {
@@ -174,7 +174,7 @@ class LinearSettings(Value):
 
     @cached_property
     def keeps_w_amax(self) -> bool:
-        """The same of w's amax. One that ranks agreed on is an input, and backward needs no other."""
+        """The same of w's amax. One that is all-reduced is an input, and backward needs no other."""
         return False
 
     @cached_property

@@ -30,11 +30,11 @@ from octavo.ops.matmul import (
     weight_values,
     x_operand,
 )
-from octavo.ops.operands import DENSE, WHOLE, Backward, Dense, Intermediates, Operands, Pair, Saved
+from octavo.ops.operands import DENSE, WHOLE, BackwardCall, Dense, Intermediates, Operands, Pair, Saved
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto
 from octavo.runtime.contract import DTYPES, Deferral, ForwardResult, Tensors, WeightCast, WeightLayer
-from octavo.runtime.gradient_targets import LazyTarget, Mail, Target, Writes
+from octavo.runtime.gradient_targets import LazyTarget, OperandQueue, Target, Writes
 from octavo.scaling.delayed_scaling import RunningAmaxes, W, X, cast_args
 
 
@@ -57,7 +57,7 @@ class Buffers(NamedTuple):
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
-    mail: Mail | None = None
+    queue: OperandQueue | None = None
 
 
 class LinearLayer(WeightLayer):
@@ -70,9 +70,9 @@ class LinearLayer(WeightLayer):
         """Return how this many rows of x lie."""
         return DENSE
 
-    def backward_call(self, config: Any, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> Backward:
+    def backward_call(self, config: Any, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> BackwardCall:
         """Return a call of backward for dy with that many rows."""
-        return Backward(config, Saved._make(saved), buffers, writes, DENSE)
+        return BackwardCall(config, Saved._make(saved), buffers, writes, DENSE)
 
     # -- the four that every layer defines
 
@@ -109,9 +109,9 @@ class LinearLayer(WeightLayer):
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> Saved:
         """Select x, w and the arguments of casts from the inputs or from what forward made."""
-        fresh = Intermediates._make(made.intermediates)
-        x: Sequence[Any] = fresh[:3]
-        w: Sequence[Any] = fresh[8:11]
+        intermediates = Intermediates._make(made.intermediates)
+        x: Sequence[Any] = intermediates[:3]
+        w: Sequence[Any] = intermediates[8:11]
         if config.dy_buffers:
             x = NO_PARTS  # the deferred dw has it
         elif config.kept_x in ("plain", "again"):
@@ -127,12 +127,12 @@ class LinearLayer(WeightLayer):
         x_again = inputs.scaling and config.wants_dw and (config.x_columns == "backward" or config.kept_x == "again")
         w_amaxes = inputs.all_reduced[config.w_cast.all_reduced] if again else ()
         return Saved._make((
-            *x, *w, fresh.width, dy_inverse_scale, dy_amax_count,
+            *x, *w, intermediates.width, dy_inverse_scale, dy_amax_count,
             inputs.scaling[X] if x_again else None, inputs.scaling[W] if again and inputs.scaling else None,
-            fresh.x_amax, w_amaxes[1] if w_amaxes else fresh.w_amax,  # the former is that of all ranks
+            intermediates.x_amax, w_amaxes[1] if w_amaxes else intermediates.w_amax,  # the former is that of all ranks
             inputs.bias if config.wants_ds else None,
             inputs.scales if config.scales_dtype and config.wants_db else None,
-            *fresh[3:8], *(*made.auxiliary[config.dy_buffer_auxiliary], None, None, None, None)[:4],
+            *intermediates[3:8], *(*made.auxiliary[config.dy_buffer_auxiliary], None, None, None, None)[:4],
         ))  # fmt: skip
 
     def backward(
@@ -143,7 +143,7 @@ class LinearLayer(WeightLayer):
         dy = grads[0]
         if dy is None:
             return self.gradients(None, None, None)
-        call = Backward(config, Saved._make(saved), buffers, writes, rows)
+        call = BackwardCall(config, Saved._make(saved), buffers, writes, rows)
         row, column = quantized_dy(call, dy) if codes is None else codes
         dx = input_gradient(call, dy, row) if config.wants_dx else None
         db, ds = rows.bias_gradients(call, dy)
@@ -163,9 +163,9 @@ class LinearLayer(WeightLayer):
         return any((config.wants_dx, config.wants_dw, config.wants_db, config.wants_ds))
 
     def deferrable_gradients(self, config: Any) -> dict[int, Deferral]:
-        mail, target = (self.Buffers._fields.index(name) for name in ("mail", "main_grad"))
+        queue, target = (self.Buffers._fields.index(name) for name in ("queue", "main_grad"))
         defers = config.wants_dw and not config.deferred_wgrad
-        return {self.Inputs._fields.index("weight"): Deferral(mail, target)} if defers else {}
+        return {self.Inputs._fields.index("weight"): Deferral(queue, target)} if defers else {}
 
     def abstract_gradients(self, config: Any, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         kept = Saved._make(saved)

@@ -33,7 +33,7 @@ from octavo.ops.operands import (
     DY_BUFFERS,
     W_PARTS,
     X_PARTS,
-    Backward,
+    BackwardCall,
     Dense,
     Intermediates,
     Operand,
@@ -145,7 +145,7 @@ def dy_columns(config: Any, rows: Dense, buffers: Sequence[Tensor], n: int) -> Q
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
-def dy_buffers(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
+def dy_buffers(call: BackwardCall, like: TensorProto) -> tuple[Pair, CastArgs]:
     """Return output buffers and cast arguments for a fused producer that writes dy as codes."""
     config, kept, buffers, _, rows = call
     seed = call.seed() if config.is_stochastic else None
@@ -153,7 +153,7 @@ def dy_buffers(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
     return rows.empty_pair(like, config.dy_pair), arguments
 
 
-def x_column_buffer(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
+def x_column_buffer(call: BackwardCall, like: TensorProto) -> tuple[Pair, CastArgs]:
     """Return the output buffer and cast arguments for a fused backward that makes x's column codes again."""
     if not call.config.wants_dw:
         return NO_CODES, CastArgs()
@@ -162,7 +162,7 @@ def x_column_buffer(call: Backward, like: TensorProto) -> tuple[Pair, CastArgs]:
     return call.rows.empty_pair(like, (None, call.config.quant.wgrad.right)), arguments
 
 
-def x_columns_again(call: Backward, x: Tensor, source: Tensor | None = None) -> QTensor:
+def x_columns_again(call: BackwardCall, x: Tensor, source: Tensor | None = None) -> QTensor:
     """Make the column codes of x, or of the rows of x that `source` names, as forward would have made them."""
     arguments = CastArgs(inverse_scale=call.kept.x_inverse_scale, source=source)
     column = call.rows.quantize(x, None, call.config.quant.wgrad.right, arguments)[1]
@@ -170,7 +170,7 @@ def x_columns_again(call: Backward, x: Tensor, source: Tensor | None = None) -> 
     return column
 
 
-def quantized_dy(call: Backward, dy: Tensor, source: Tensor | None = None) -> Pair:
+def quantized_dy(call: BackwardCall, dy: Tensor, source: Tensor | None = None) -> Pair:
     """Quantize dy, or the rows of dy that `source` names, by row and by column: the latter into the buffers of a
     deferred dw if there are any."""
     config, kept, buffers, _, rows = call
@@ -188,7 +188,7 @@ def quantized_dy(call: Backward, dy: Tensor, source: Tensor | None = None) -> Pa
     return codes
 
 
-def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
+def input_gradient(call: BackwardCall, dy: Any, row: QTensor | None) -> Tensor:
     """Compute dx. If row codes are given, only dy's shape is used."""
     config, kept, _, _, rows = call
     form, n, weight = config.kept_w, dy.shape[-1], kept.w_codes
@@ -210,7 +210,7 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
     return rows.input_product(call, dy, row, right)
 
 
-def _columns_again(call: Backward, weight: Tensor) -> QTensor:
+def _columns_again(call: BackwardCall, weight: Tensor) -> QTensor:
     """Make the weight's column codes that forward would have made."""
     kept, spec, rows = call.kept, call.config.quant.dgrad.right, call.rows
     matrix, rows = rows.of_weight(weight) if rows.lead else (weight, rows)
@@ -228,8 +228,8 @@ def weight_values(
     return values if values.shape == shape else values.view(*shape[:-1], -1)[..., : shape[-1]]
 
 
-def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | None = None) -> Tensor | None:
-    """Compute dw, or if it is deferred, or a later pass takes it, leave its operands in the mail or in the buffers and
+def finish(call: BackwardCall, dy: Any, column: Operand | None, x_column: Operand | None = None) -> Tensor | None:
+    """Compute dw, or if it is deferred, or a later pass takes it, leave its operands in the queue or in the buffers and
     return None; then advance the random counter. If column codes are given, only dy's shape is used."""
     config, kept, buffers, writes, rows = call
     dw: Tensor | None = None
@@ -245,8 +245,8 @@ def finish(call: Backward, dy: Any, column: Operand | None, x_column: Operand | 
         elif right is None:
             right = x_operand(config, rows, kept[X_PARTS], k, math.prod(dy.shape[:-1]), dy.dtype)
         operands = Operands(left, right, rows, (*rows.lead, dy.shape[-1], right.shape[0] if k is None else k))
-        if buffers.mail is not None:
-            call.write(buffers.mail.put, config, *operands)
+        if buffers.queue is not None:
+            call.write(buffers.queue.put, config, *operands)
         else:
             dw = weight_gradient(config, operands, buffers.main_grad, writes)
     if config.is_stochastic and buffers.seed is not None:

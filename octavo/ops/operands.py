@@ -71,7 +71,7 @@ class Saved(NamedTuple):
     dy_amax_count: Tensor | None = None  # ... how many amaxes it has seen
     x_inverse_scale: Tensor | None = None  # delayed inverse scales of x's and w's columns, if backward makes those
     w_inverse_scale: Tensor | None = None
-    x_amax: Tensor | None = None  # their amaxes, if one was measured; as bits, if ranks agreed on one
+    x_amax: Tensor | None = None  # their amaxes, if one was measured; as bits, if it is all-reduced
     w_amax: Tensor | None = None
     bias: Tensor | None = None  # for the gradient of the bias' scales
     scales: Tensor | None = None  # of the bias, for the gradient of the bias
@@ -106,7 +106,7 @@ class Operands(NamedTuple):
     shape: tuple[int, ...]  # of dw
 
 
-class Backward(NamedTuple):
+class BackwardCall(NamedTuple):
     """One call of backward: its settings, the tensors that forward saved, the buffers that it writes to, and how the
     rows of x and dy lie."""
 
@@ -246,12 +246,12 @@ class Dense:
         shaped: Tensor = unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
         return shaped
 
-    def input_product(self, call: Backward, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
+    def input_product(self, call: BackwardCall, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
         """Compute dx, from dy's row codes or from dy."""
         dx = product(flat(dy) if row is None else row, weight, dy.dtype, None, call.config.quant.dgrad.accumulation)
         return dx if len(dy.shape) == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
 
-    def bias_gradients(self, call: Backward, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def bias_gradients(self, call: BackwardCall, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients of the bias and of its scales."""
         config, rows = call.config, dy if dy.dim() == 2 else flat(dy)
         return column_sums(rows, DTYPES[config.bias_dtype]) if config.wants_db else None, None

@@ -31,8 +31,8 @@ from octavo.runtime import call_cache
 from octavo.runtime.call import Stage, call, run_hit
 from octavo.runtime.call_cache import Lookup
 from octavo.runtime.contract import DTYPE_NAMES
-from octavo.runtime.stage import Wanted
-from octavo.scaling.delayed_scaling import BUFFER_NAMES, Measured
+from octavo.runtime.stage import WantedGradients
+from octavo.scaling.delayed_scaling import BUFFER_NAMES, NO_OPERANDS, OperandMask
 from octavo.values import Value
 from octavo.weights.quantized_parameters import parameter, with_values
 from octavo.weights.quantized_weight import QuantizedWeight
@@ -41,7 +41,7 @@ from octavo.weights.unsupported_wgrad import refuse_shards, unsupported_in_graph
 DY_AMAX = BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
 
 
-NONE_WANTED, NONE_MEASURED = Wanted(), Measured()
+NONE_WANTED = WantedGradients()
 
 
 class WeightSide(NamedTuple):
@@ -49,7 +49,7 @@ class WeightSide(NamedTuple):
 
     weight: str  # "plain", "codes" or "quantized"; this and the next five are in the layer's config
     observe: bool
-    measured: Measured
+    measured: OperandMask
     main_grad: str
     dummy_grad: bool
     deferred_wgrad: str
@@ -238,7 +238,7 @@ class Quantized(RecipeState):
         recipe, enabled = self._recipe or self._followed(ambient.recipe), torch.is_grad_enabled()
         codes, scaling = self._codes, self._scaling
         if (
-            ambient.first is not None or codes.ambient or codes.has_quantized_weight or scaling.uncalibrated
+            ambient.first is not None or codes.ambient or codes.has_quantized_weight or any(scaling.uncalibrated)
             or process.dry or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
             or (self.parallel is not None and self._split_over_ranks() is not None)
         ):  # fmt: skip
@@ -285,8 +285,8 @@ class Quantized(RecipeState):
         return call(stage, x, as_nodes, self, shape)
 
     def _weight_side(
-        self, recipe: Recipe, weights: Sequence[Tensor], grads: Wanted, first: bool | Tensor | None, as_nodes: bool,
-        has_codes: bool = False,
+        self, recipe: Recipe, weights: Sequence[Tensor], grads: WantedGradients, first: bool | Tensor | None,
+        as_nodes: bool, has_codes: bool = False,
     ) -> WeightSide:  # fmt: skip
         """Return the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
@@ -295,8 +295,8 @@ class Quantized(RecipeState):
         if observe and not as_nodes:  # a graph would guard on the counts
             scaling.watch(self, weights[0])
         kind = self._codes.supply(self, recipe, weights, first, grads, observe, dry)
-        measured = NONE_MEASURED
-        if recipe.stateful and scaling.uncalibrated:
+        measured = NO_OPERANDS
+        if recipe.stateful and any(scaling.uncalibrated):
             measured = scaling.measures(not has_codes, kind == "plain", grads.dx or grads.dw)
         main_grad, dummy, delay = "", False, ""
         if grads.dw and not dry and self.fuse_wgrad_accumulation:
@@ -308,7 +308,7 @@ class Quantized(RecipeState):
             # a graph's forward leaves operands before any backward, and one in eval mode may never have one
             delay = "queue" if not as_nodes else "buffers" if self.training else ""
         row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
-        scales, amaxes = scaling.of_call(self, measured != NONE_MEASURED, observe) if recipe.stateful else ((), ())
+        scales, amaxes = scaling.of_call(self, measured != NO_OPERANDS, observe) if recipe.stateful else ((), ())
         return WeightSide(
             kind, observe, measured, main_grad, dummy, delay, (row, column, scales, amaxes),
             self._written(any(grads), observe, main_grad, delay, as_nodes),
@@ -338,7 +338,7 @@ class Quantized(RecipeState):
         return target, amax, seed.clone() if process.dry and seed is not None else seed, box
 
     def _config_key(
-        self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: Wanted, side: WeightSide,
+        self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: WantedGradients, side: WeightSide,
         codes: XCodes, **settings: Any,
     ) -> str:  # fmt: skip
         """Return the string of a call's config."""
@@ -354,7 +354,7 @@ class Quantized(RecipeState):
             settings["wants_ds"] = True
         if self.save_original_input and grads.dw and not codes.row:
             settings["x_columns"] = "from_x"
-        if side.measured != NONE_MEASURED:
+        if side.measured != NO_OPERANDS:
             measured = side.measured
             settings |= {"measures_x": measured.x, "measures_w": measured.w, "measures_dy": measured.dy}
         if bias is not None:
@@ -370,7 +370,7 @@ class Quantized(RecipeState):
         x's, as the caller passed them."""
 
         def after(auxiliary: Sequence[Tensor]) -> None:
-            self._wgrad.post(self, key, auxiliary, codes)
+            self._wgrad.enqueue(self, key, auxiliary, codes)
 
         return after
 
@@ -423,7 +423,7 @@ class Quantized(RecipeState):
 
     # -- weights that are codes ----------------------------------------------------------------------------------------
 
-    def _check_holdable(self) -> None:
+    def _check_may_be_codes(self) -> None:
         """Raise if the weight cannot be stored as codes: it is parametrized or sharded, or the recipe of the codes
         changes at a step."""
         if self._schedule is not None:
@@ -434,18 +434,20 @@ class Quantized(RecipeState):
         self._refuse_parametrized("A weight that is codes")
         refuse_shards(self._weight_parts(), "A weight that is codes")
 
-    def _hold_codes(self, trainable: bool = False, keep_columns: bool = False, keep_initial: bool = False) -> None:
+    def _replace_weight_by_codes(
+        self, trainable: bool = False, keep_columns: bool = False, keep_initial: bool = False
+    ) -> None:
         """Keep the weight only as codes of this layer's recipe. With `keep_initial` the present values stay on the
         host, for an optimizer's master copy."""
         keeps = keep_initial and not self._weight_parts()[0].is_meta
         values = [part.detach().to("cpu", copy=True) for part in self._weight_parts()] if keeps else []
-        self._codes.hold(self, trainable, keep_columns)
+        self._codes.replace_weight(self, trainable, keep_columns)
         for part, initial in zip(self._weight_parts(), values, strict=False):
             part.high_precision_init = initial  # type: ignore[attr-defined]
 
-    def _release_codes(self) -> None:
+    def _restore_weight(self) -> None:
         """Replace codes by a weight with the dequantized values."""
-        self._codes.release(self)
+        self._codes.restore_weight(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -488,11 +490,11 @@ def _forward_outside(module: Quantized, why: str, *arguments: Any) -> Any:
 outside = Untraced(_forward_outside, "octavo: this layer cannot be part of a graph")
 
 
-def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> Wanted:
+def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> WantedGradients:
     """Return the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return NONE_WANTED
-    return Wanted(
+    return WantedGradients(
         x, any([weight.requires_grad for weight in weights]), bias is not None and bias.requires_grad,
         scales is not None and scales.requires_grad,
     )  # fmt: skip

@@ -78,7 +78,7 @@ class RecipeState(FusibleOperation, nn.Module):
         """Return the parameters that form the weight; a parametrized one is computed."""
         return [getattr(self, name) for name in self._names_of_weights()]
 
-    def _hold_codes(self, trainable: bool, keep_columns: bool, keep_initial: bool) -> None:
+    def _replace_weight_by_codes(self, trainable: bool, keep_columns: bool, keep_initial: bool) -> None:
         """Keep the weight only as codes of this module's recipe."""
         raise NotImplementedError
 
@@ -128,11 +128,11 @@ class RecipeState(FusibleOperation, nn.Module):
             self.recipe = block.recipe  # type: ignore[assignment]
         if self._recipe is None or self._recipe.linear().fprop.right is None:
             return  # the layer's own recipe quantizes no weight
-        self._hold_codes(True, block.keep_columns, block.preserve_high_precision)
+        self._replace_weight_by_codes(True, block.keep_columns, block.preserve_high_precision)
 
     def _tear_down(self) -> None:
         """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""
-        self._codes.release(self)
+        self._codes.restore_weight(self)
         self._codes.drop(self)
         self._scaling.drop(self)
         for name in (

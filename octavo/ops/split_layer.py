@@ -69,7 +69,7 @@ class SplitLayer(Quantized):
         """Return whether the ranks of a row layer agree on amaxes of x before x is cast."""
         recipe = self._recipe or self._followed(ambient.recipe)
         whole = scales_whole(recipe.linear().fprop.left)
-        return whole and (not recipe.stateful or "x" in self._scaling.uncalibrated)
+        return whole and (not recipe.stateful or self._scaling.uncalibrated.x)
 
     def _check_ranks(self, parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Raise if other ranks call the layer in another way."""
@@ -83,7 +83,7 @@ class SplitLayer(Quantized):
         assert weight is not None
         return all_reduced_weight(self, parallel.group, recipe, weight, as_nodes, of_groups=weight.dim() == 3)
 
-    def _check_holdable_as_shards(self, what: str, mode: str) -> None:
+    def _check_shards(self, what: str, mode: str) -> None:
         """Raise if DTensors cannot take the place of the parameters of a layer that is split in this mode."""
         self._refuse_parametrized(what)
         if mode == "column" and self.column_blocks > 1:

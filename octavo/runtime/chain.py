@@ -51,7 +51,7 @@ class ChainLayer(Layer):
 
     def deferrable_gradients(self, config: Config) -> dict[int, Deferral]:
         return {
-            inputs.start + place - 1: Deferral(buffers.start + places.mail, buffers.start + places.target)
+            inputs.start + place - 1: Deferral(buffers.start + places.queue, buffers.start + places.target)
             for layer, stage, inputs, buffers in zip(
                 config.layers, config.stages, config.input_spans, config.buffer_spans, strict=True
             )

@@ -45,7 +45,9 @@ class Nothing(NamedTuple):
 class Deferral(NamedTuple):
     """Two places among a layer's buffers."""
 
-    mail: int  # of a `Mail`: given one, backward puts the operands of dw there, and returns None for the weight
+    queue: (
+        int  # of an `OperandQueue`: given one, backward puts the operands of dw there, and returns None for the weight
+    )
     target: int  # of the memory that dw is added to in place of `.grad`; there may be none
 
 
@@ -261,7 +263,7 @@ Additions that the registry is designed for:
     legacy fuser_forward, extra outputs       `octavo.fusion.custom.legacy` has one call for single and fused
                                               operations, with an entry for each operation: extra inputs become fields
                                               beside its parameters, extra outputs an entry of what forward returns
-    operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of intermediates:
+    operations that emit codes                kinds of outputs in UserConfig, as it has kinds of intermediates:
                                               `returned_values` packs and counts them, auxiliary outputs carry them out
 """
 

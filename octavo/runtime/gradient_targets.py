@@ -12,7 +12,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.memory import joined_rows, overlaps_itself, span
 
 
-class Mail(Protocol):
+class OperandQueue(Protocol):
     """A queue for the operands of a deferred dw."""
 
     def put(self, config: Any, *operands: Any) -> None: ...

@@ -26,7 +26,7 @@ def of_pass(nodes: Sequence[Any], inputs: Sequence[int]) -> tuple[list[int], lis
 
 
 class DeferredGradient:
-    """A `Mail` that takes the operands of one weight's gradient, for a later pass."""
+    """An `OperandQueue` that takes the operands of one weight's gradient, for a later pass."""
 
     def __init__(self, target: Any) -> None:
         self.target = target  # main_grad, if dw goes there
@@ -79,7 +79,7 @@ def deferring(
     given, deferred = list(buffers), dict[int, DeferredGradient]()
     for i, places in layer.deferrable_gradients(config).items():
         if i in unwanted:
-            given[places.mail] = deferred[i] = DeferredGradient(buffers[places.target])
+            given[places.queue] = deferred[i] = DeferredGradient(buffers[places.target])
     return given, deferred
 
 
@@ -89,5 +89,5 @@ def kept(
     """Return what a later pass may take; None if this one frees the graph, and none can follow."""
     if not keeps_graph():
         return None
-    deferred = {i: mail for i, mail in deferred.items() if mail.config is not None}  # a user's step returned the rest
+    deferred = {i: each for i, each in deferred.items() if each.config is not None}  # a user's step returned the rest
     return KeptGradients(dys, {i: gradients[i] for i in unwanted if i not in deferred}, deferred)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Wanted(NamedTuple):
+class WantedGradients(NamedTuple):
     """The gradients that a call's backward may compute."""
 
     dx: bool = False

@@ -41,7 +41,6 @@ BUFFER_NAMES = {
 FORWARD, BACKWARD = (BUFFER_NAMES[direction] for direction in DIRECTIONS)
 BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
 X, W, DY = range(3)  # places in `scaling`
-LETTERS = "xwd"  # of x, w, dy in `uncalibrated`, which files of layers have
 OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before a warning
 CLOSURES = 32  # changes of a weight that a step of an attached optimizer may make: LBFGS calls the model up to 25 times
@@ -80,12 +79,15 @@ def _hear_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
-class Measured(NamedTuple):
-    """Which operands a call scales by their own amax."""
+class OperandMask(NamedTuple):
+    """Some of the operands."""
 
     x: bool = False
     w: bool = False
     dy: bool = False
+
+
+NO_OPERANDS = OperandMask()
 
 
 class RunningAmaxes(NamedTuple):
@@ -148,8 +150,8 @@ class DelayedScaling:
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
         self.slots = 1  # of each operand, in a row, that lend inverse scales to each other
-        self.uncalibrated = ""  # letters of x, w, dy that no step is known to have seen
-        self._asked = ""  # those of them that calls measured
+        self.uncalibrated = NO_OPERANDS  # those that no step is known to have seen
+        self._asked = NO_OPERANDS  # those of them that calls measured
         self._steps = 0  # octavo.steps since _asked last grew
         self._forwards = 0
         self._version: int | None = None  # of the weight, when it was last seen
@@ -163,6 +165,12 @@ class DelayedScaling:
         # a copy has weights of other versions, and forwards and updates of its own to come
         return {**self.__dict__, "_last_views": None, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
                 "all_reduced_number": 0}  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in ("uncalibrated", "_asked"):
+            if isinstance(state.get(name), str):  # a file of a layer from before has letters in place of a mask
+                state = {**state, name: OperandMask(*[letter in state[name] for letter in "xwd"])}
+        self.__dict__.update(state)
 
     def unsupported_reason(self, recipe: Recipe) -> str:
         """Return the reason why this memory cannot follow a recipe; empty if it can."""
@@ -191,7 +199,7 @@ class DelayedScaling:
                     module._hidden.put(BUFFER_NAMES[direction][field], tensor)
         self.recipe = recipe
         measures = recipe.cold_start == "current"
-        self.uncalibrated, self.slots = (_cast(recipe), slots) if measures else ("", 1)
+        self.uncalibrated, self.slots = (_cast(recipe), slots) if measures else (NO_OPERANDS, 1)
         listen(module)
 
     def forget_views(self) -> None:
@@ -202,7 +210,8 @@ class DelayedScaling:
         self.forget_views()
         module._hidden.drop(BUFFERS)
         self.recipe = None
-        self.uncalibrated = self._asked = self.origin = ""
+        self.uncalibrated = self._asked = NO_OPERANDS
+        self.origin = ""
         self._forwards = self._updates = 0
 
     def state(self, module: Any, direction: str) -> DelayedState:
@@ -234,32 +243,27 @@ class DelayedScaling:
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
-    def measures(self, casts_x: bool, casts_w: bool, casts_dy: bool) -> Measured:
+    def measures(self, casts_x: bool, casts_w: bool, casts_dy: bool) -> OperandMask:
         """Return which operands a call measures: those in `uncalibrated` that it casts. It scales them by their own
         amax, unless the device knows that a step has seen them. Usually there are none: ask `uncalibrated` first."""
-        measured = Measured(
-            casts_x and "x" in self.uncalibrated, casts_w and "w" in self.uncalibrated,
-            casts_dy and "d" in self.uncalibrated,
-        )  # fmt: skip
-        letters = "".join([letter for letter, is_measured in zip(LETTERS, measured, strict=True) if is_measured])
+        x, w, dy = self.uncalibrated
+        measured = OperandMask(casts_x and x, casts_w and w, casts_dy and dy)
         if torch.compiler.is_compiling():
-            self._measure_now(letters)
+            self._measure_now(*measured)
         else:
-            self.measure(letters)
+            self.measure(measured)
         return measured
 
     @while_tracing
-    def _measure_now(self, letters: str) -> bool:
-        self.measure(letters)
+    def _measure_now(self, x: bool, w: bool, dy: bool) -> bool:
+        self.measure(OperandMask(x, w, dy))
         return True
 
     def of_weight(self, layer: Any, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return delayed scaling's arguments of a weight's cast: amaxes to raise, and w's inverse scales."""
         running = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["running_amax"])
-        slots: Sequence[Tensor] = ()
-        if recipe.stateful:
-            slots = self.of_call(layer, "w" in self.uncalibrated)[0][1::3]
-        return [running] if observe and running is not None else [], list(slots)
+        scaling = self.of_call(layer, self.uncalibrated.w)[0][1::3] if recipe.stateful else ()
+        return [running] if observe and running is not None else [], list(scaling)
 
     # -- a checkpoint --------------------------------------------------------------------------------------------------
 
@@ -345,31 +349,30 @@ class DelayedScaling:
 
     # -- what no step has seen yet -------------------------------------------------------------------------------------
 
-    def measure(self, letters: str) -> None:
-        """Note that calls measure these operands. Steps ask the device whether it has seen them, anew if a letter is
-        new."""
-        more = [letter for letter in letters if letter not in self._asked]
-        if more:
-            self._asked, self._steps = self._asked + "".join(more), 0
+    def measure(self, operands: OperandMask) -> None:
+        """Note that calls measure these operands. Steps ask the device whether it has seen them, anew if one is new."""
+        asked = OperandMask(*[new or old for new, old in zip(operands, self._asked, strict=True)])
+        if asked != self._asked:
+            self._asked, self._steps = asked, 0
 
     def looks(self) -> bool:
         """Return whether to ask the device after this step. A layer may measure what never comes (a gradient of an
         output that is not used), and the host waits for each answer."""
-        if not self.uncalibrated:
+        if not any(self.uncalibrated):
             return False
         self._steps += 1
         return self._steps <= LOOKS or self._steps % LATER == 0
 
-    def learn(self, running_amaxes: list[bool]) -> None:
-        """Take operands that the device has calibrated off the list of uncalibrated ones; `seen` is for x, w and dy."""
-        self.uncalibrated = "".join([letter for letter, known in zip(LETTERS, running_amaxes, strict=True)
-                             if letter in self.uncalibrated and not known])  # fmt: skip
+    def learn(self, calibrated: Sequence[bool]) -> None:
+        """Take operands that the device has calibrated, of x, w and dy, out of those that it has not."""
+        left = [old and not known for old, known in zip(self.uncalibrated, calibrated, strict=True)]
+        self.uncalibrated = OperandMask(*left)
 
     def recall(self, module: nn.Module) -> None:
         """Ask the device which operands it has seen, after buffers were loaded."""
         self.origin = "state"
         if self.recipe is not None and self.recipe.cold_start != "one":
-            self.uncalibrated, self._asked = _cast(self.recipe), ""
+            self.uncalibrated, self._asked = _cast(self.recipe), NO_OPERANDS
             look([module])
 
 
@@ -389,15 +392,15 @@ def _will_be_late(module: Any) -> bool:
     return bool(scaling._updates + moved >= 2 or scaling._forwards + 1 >= PATIENCE)
 
 
-def _cast(recipe: Delayed) -> str:
-    """Return letters of the operands that a recipe casts."""
+def _cast(recipe: Delayed) -> OperandMask:
+    """Return the operands that a recipe casts."""
     quant = recipe.linear()
     pairs = (
         (quant.fprop.left, quant.wgrad.right),
         (quant.fprop.right, quant.dgrad.right),
         (quant.dgrad.left, quant.wgrad.left),
     )
-    return "".join([letter for letter, pair in zip(LETTERS, pairs, strict=True) if pair != (None, None)])
+    return OperandMask(*[pair != (None, None) for pair in pairs])
 
 
 def look(modules: Sequence[Any]) -> None:
@@ -410,7 +413,6 @@ def look(modules: Sequence[Any]) -> None:
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
             by_device.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).any(1) for head in heads])))
     for asked in by_device.values():
-        for (module, _), running_amaxes in zip(
-            asked, torch.stack([running_amaxes for _, running_amaxes in asked]).tolist(), strict=True
-        ):
-            module._scaling.learn(running_amaxes)
+        answers = torch.stack([calibrated for _, calibrated in asked]).tolist()
+        for (module, _), calibrated in zip(asked, answers, strict=True):
+            module._scaling.learn(calibrated)

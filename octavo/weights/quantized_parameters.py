@@ -24,7 +24,7 @@ def is_whole(parts: Sequence[Any]) -> bool:
     return all(same) and [p.group for p in parts] == list(range(first.kind.shape[0]))
 
 
-def hold(kind: Kind, weight: Tensor) -> QuantizedWeight:
+def quantized(kind: Kind, weight: Tensor) -> QuantizedWeight:
     """Return a whole weight as codes, scaled by the weight itself."""
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
         inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}

@@ -20,11 +20,11 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.runtime.contract import WeightCast
-from octavo.runtime.stage import Wanted
+from octavo.runtime.stage import WantedGradients
 from octavo.runtime.weight_nodes import refresh as refresh_in_graph
 from octavo.weights.cache import WeightCache, refuse_dense
 from octavo.weights.code_memory import Kind, codes_of, is_plain
-from octavo.weights.quantized_parameters import hold, is_whole
+from octavo.weights.quantized_parameters import is_whole, quantized
 from octavo.weights.quantized_weight import QuantizedWeight
 from octavo.weights.unsupported_wgrad import refuse_shards
 
@@ -35,7 +35,7 @@ class WeightCodes(WeightCache):
     """The codes of one layer's weight."""
 
     def supply(
-        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: Wanted,
+        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: WantedGradients,
         observe: bool, dry: bool,
     ) -> str:  # fmt: skip
         """Decide how this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or
@@ -119,7 +119,7 @@ class WeightCodes(WeightCache):
             fills=fills,
         )  # fmt: skip
 
-    def _noted(self, layer: Any, first: Flag, grads: Wanted, observe: bool) -> tuple[Flag, bool, bool]:
+    def _noted(self, layer: Any, first: Flag, grads: WantedGradients, observe: bool) -> tuple[Flag, bool, bool]:
         """Return the flag of the block, whether the cache is used as it is, and whether the layer was called before in
         this block. The flag is noted for a checkpoint,
         which recomputes in backward, in any block and thread, and must save what its forward saved. A layer whose last
@@ -194,7 +194,7 @@ class WeightCodes(WeightCache):
 
     # -- codes in the weight's place -----------------------------------------------------------------------------------
 
-    def hold(self, layer: Any, trainable: bool = False, keep_columns: bool = False) -> None:
+    def replace_weight(self, layer: Any, trainable: bool = False, keep_columns: bool = False) -> None:
         """Keep the weight as codes of the layer's recipe, and drop the weight itself."""
         if self.has_quantized_weight:
             return
@@ -208,7 +208,7 @@ class WeightCodes(WeightCache):
         with as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
             kind = Kind(layer.NAME, recipe.key, tuple(whole.shape), trainable, keep_columns)
-            layer._set_weights(hold(kind, whole.detach()))
+            layer._set_weights(quantized(kind, whole.detach()))
 
     def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
         """Put codes of loaded weights in the place of a quantized weight's. Where the latter are on the meta device
@@ -220,7 +220,7 @@ class WeightCodes(WeightCache):
                     layer._set_weights(loaded[0].whole())
                     return
                 whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
-                layer._set_weights(hold(weights[0].kind, whole.detach().to(weights[0].dtype)))
+                layer._set_weights(quantized(weights[0].kind, whole.detach().to(weights[0].dtype)))
             else:
                 for p, part in zip(weights, loaded, strict=True):
                     if not _has_values(p, part):  # its codes are kept then: others may stand for the same values
@@ -232,7 +232,7 @@ class WeightCodes(WeightCache):
         if not is_whole(weights):
             refuse_dense(weights[0])
 
-    def release(self, layer: Any) -> None:
+    def restore_weight(self, layer: Any) -> None:
         """Replace a quantized weight by a dense one, with the values that the codes stand for."""
         if self.has_quantized_weight:
             self.has_quantized_weight = False

@@ -95,16 +95,16 @@ class WeightGradient:
         target = MainGrad(layer._weight_parts(), main_grad) if main_grad and not delay else None
         return target, QueueOfCall(self.queue, _form(layer)) if delay else None
 
-    def post(self, layer: Any, key: str, auxiliary: Sequence[Tensor], codes: Parts) -> None:
+    def enqueue(self, layer: Any, key: str, auxiliary: Sequence[Tensor], codes: Parts) -> None:
         """Put the operands of dw that a graph's node made into the queue, without reading it: the compiler guards on
         a read. Operands without data, of an export or a run on shapes alone, would stay there for backward_dw()."""
         if any([isinstance(t, FakeTensor) for t in auxiliary]):
             return
-        start, stop = layer._now("_wgrad.post_span", key)
+        start, stop = layer._now("_wgrad.operand_span", key)
         box = self.queue
         box.from_graphs = (GraphEntry(_form(layer), key, tuple(auxiliary[start:stop]), codes), box.from_graphs)
 
-    def post_span(self, layer: Any, key: str) -> tuple[int, int]:
+    def operand_span(self, layer: Any, key: str) -> tuple[int, int]:
         """Return the places of dw's operands among the tensors that a node makes besides y."""
         start, stop = layer.LAYER.config(key).deferred_span
         return start - 1, stop - 1

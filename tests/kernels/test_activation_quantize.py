@@ -9,7 +9,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function, Inputs, Wanted
 from octavo.kernels.activation import cast as kernel
-from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.kernels.tile_cast import NOTHING, TileCast
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.casts import fill_pair
 from octavo.quant.quantizer import CastArgs
@@ -47,10 +47,10 @@ def check_forward(fn, x, extra, spec, sides="rc", column=None, inverse_scale=0.3
             fill_pair(activation.forward(fn, x, **extra), pair, given)
         elif settings:
             backend.implementation("octavo.kernels.activation.cast", x).forward(
-                fn, Inputs(x, **extra), Target(pair, given), **settings
+                fn, Inputs(x, **extra), TileCast(pair, given), **settings
             )
         else:
-            kernel.forward(fn, Inputs(x, **extra), Target(pair, given))
+            kernel.forward(fn, Inputs(x, **extra), TileCast(pair, given))
         results.append(contents(pair, given))
     assert_same_bytes(*results, what=f"y {spec} {sides}")
 
@@ -67,7 +67,7 @@ def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=Non
             )
         else:
             second, other = None, CastArgs()
-        targets = Target(pair, given), Target((None, second), other)
+        targets = TileCast(pair, given), TileCast((None, second), other)
         if fused and not settings:
             db = kernel.backward(fn, dy, Inputs(x, **extra), *targets, bias_grad).bias
         elif fused:
@@ -116,11 +116,11 @@ def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     x, dy, extra = operands(fn, 5, 64, torch.bfloat16)
     for given in (CastArgs(), CastArgs(running_amax=torch.zeros(1))):
         row, column = empty_pair(spec, 5, 64, x.dtype, "cpu")
-        kernel.forward(fn, Inputs(x, **extra), Target((row, column), given))
+        kernel.forward(fn, Inputs(x, **extra), TileCast((row, column), given))
         want = spec.quantize_both(activation.forward(fn, x))
         assert_same_bytes(contents((row, column), CastArgs()), contents(want, CastArgs()))
     first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
-    assert kernel.backward(fn, dy, Inputs(x), Target((first, second))) == (None, None)
+    assert kernel.backward(fn, dy, Inputs(x), TileCast((first, second))) == (None, None)
     want = spec.quantize_both(activation.backward(fn, dy, x).x)
     assert_same_bytes(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
@@ -138,13 +138,13 @@ def test_backward_takes_the_amax_that_forward_measured(name, device):
         x, dy, extra = operands(fn, *shape, torch.bfloat16, device, extra=("bias",))
         y = activation.forward(fn, x, **extra)
         row = empty_pair(spec, *shape, x.dtype, device, "r")
-        amax = kernel.forward(fn, Inputs(x, **extra), Target(row))
+        amax = kernel.forward(fn, Inputs(x, **extra), TileCast(row))
         assert torch.equal(amax, y.float().abs().amax().view(1, 1))
         for given in (amax, 2 * amax, None):
             dx = empty_pair(Tensorwise(E5M2), shape[0], x.shape[1], x.dtype, device)
             column, want = (empty_pair(spec, *shape, x.dtype, device, "c") for _ in range(2))
-            again = Target(column, CastArgs(amax=(None, given)))
-            kernel.backward(fn, dy, Inputs(x, **extra), Target(dx), again)
+            again = TileCast(column, CastArgs(amax=(None, given)))
+            kernel.backward(fn, dy, Inputs(x, **extra), TileCast(dx), again)
             fill_pair(y, want, CastArgs(amax=(None, amax if given is None else given)))
             assert_same_bytes(contents(column, CastArgs()), contents(want, CastArgs()))
             want = Tensorwise(E5M2).quantize_both(activation.backward(fn, dy, x, **extra).x)
@@ -156,7 +156,7 @@ def test_no_amax_is_returned_where_a_multiplier_is_given_or_blocks_have_scales()
     x, _, extra = operands(fn, 5, 64, torch.bfloat16)
     for spec, given in ((Tensorwise(), given_to(Tensorwise(), "cpu")), (Block1D(), CastArgs()), (MX(), CastArgs())):
         pair = empty_pair(spec, 5, 64, x.dtype, "cpu")
-        assert kernel.forward(fn, Inputs(x, **extra), Target(pair, given)) is None
+        assert kernel.forward(fn, Inputs(x, **extra), TileCast(pair, given)) is None
 
 
 @every
@@ -185,9 +185,9 @@ def test_codes_of_another_shape_are_refused():
         empty_pair(Block1D(), 4, 16, x.dtype, "cpu", "c"),
     ):
         with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
-            kernel.forward(fn, Inputs(x, **extra), Target(pair))
+            kernel.forward(fn, Inputs(x, **extra), TileCast(pair))
     with pytest.raises(UnsupportedShape, match="dx is 5 x 32"):
-        kernel.backward(fn, dy, Inputs(x, **extra), Target(empty_pair(Block1D(), 5, 16, x.dtype, "cpu")))
+        kernel.backward(fn, dy, Inputs(x, **extra), TileCast(empty_pair(Block1D(), 5, 16, x.dtype, "cpu")))
 
 
 def test_which_casts_need_no_value_written():
@@ -351,7 +351,7 @@ def test_triton_gives_the_same_bits_again(spec):
     results = []
     for _ in range(2):
         pair, given = empty_pair(spec, 513, 4096, x.dtype, "cuda"), given_to(spec, "cuda")
-        db = kernel.backward(fn, dy, Inputs(x, **extra), Target(pair, given), bias_grad=torch.float32).bias
+        db = kernel.backward(fn, dy, Inputs(x, **extra), TileCast(pair, given), bias_grad=torch.float32).bias
         results.append([*contents(pair, given), db.cpu().view(torch.uint8)])
     assert_same_bytes(*results)
 

@@ -12,7 +12,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation, grouped_gemm
 from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
 from octavo.kernels.activation import cast as kernel
-from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.kernels.tile_cast import NOTHING, TileCast
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
 from octavo.quant.grouped import GroupedTensor, fill_groups, grouped_proto
 from octavo.quant.groups import split
@@ -78,7 +78,7 @@ class Case:
         if delayed and spec.takes_inverse_scale:
             encodes = inverse_scale * (1 + torch.arange(groups.number, device=self.device) % 3)
             given = given._replace(inverse_scale=encodes.float(), running_amax=torch.full_like(encodes, 1e-3).float())
-        return Target(tuple(found), given)
+        return TileCast(tuple(found), given)
 
     def fill(self, value, target):
         """The cast of GroupedLinear."""
@@ -230,7 +230,7 @@ def test_amaxes_of_groups_are_observed():
 def test_vectors_alone():
     """Gradients of bias and scales where no codes of dx are wanted; the groups come with an empty target."""
     case = Case(ACTIVATIONS["swiglu"], [3, 0, 6], 32)
-    nothing = Target(cast_args=CastArgs(groups=case.groups))
+    nothing = TileCast(cast_args=CastArgs(groups=case.groups))
     sums = kernel.backward(case.fn, case.dy, case.inputs, nothing, NOTHING, torch.bfloat16, torch.float16)
     want = activation.backward(case.fn, case.dy, case.x, **case.extra, wanted=Wanted(scales=torch.float16))
     assert torch.equal(sums.bias, grouped_gemm.column_sums_of(want.x, case.groups, torch.bfloat16))
@@ -249,10 +249,10 @@ def test_codes_that_do_not_fit_are_refused():
     case = Case(ACTIVATIONS["swiglu"], [3, 0, 6], 32)
     for pair in (case.target(Block1D(), 16, "r").pair, case.target(Block1D(), 16, "c").pair):
         with pytest.raises(UnsupportedShape, match="y is 16 x 32, so that codes of"):
-            kernel.forward(case.fn, case.inputs, Target(pair, CastArgs(groups=case.groups)))
+            kernel.forward(case.fn, case.inputs, TileCast(pair, CastArgs(groups=case.groups)))
     other = split(torch.tensor([3, 6]), 12)
     with pytest.raises(UnsupportedShape, match="its groups are of 12 rows"):
-        kernel.forward(case.fn, case.inputs, Target(cast_args=CastArgs(groups=other)))
+        kernel.forward(case.fn, case.inputs, TileCast(cast_args=CastArgs(groups=other)))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_triton_has_the_gradient_of_scales_without_groups():
         case = Case(fn, [257], 288, device="cuda", tail=0)
         want = activation.backward(fn, case.dy, case.x, **case.extra, wanted=Wanted(scales=torch.float32))
         like = TensorProto((case.rows, case.h * halves(fn)), case.dtype, case.device)
-        target = Target(
+        target = TileCast(
             (Tensorwise(E5M2).proto(like).empty(), None), CastArgs(inverse_scale=torch.ones(1, device="cuda"))
         )
         found = kernel.backward(fn, case.dy, case.inputs, target, scales_grad=torch.float32)

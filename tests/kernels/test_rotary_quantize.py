@@ -7,7 +7,7 @@ from octavo import backend
 from octavo.formats import E5M2
 from octavo.kernels.rotary import cast as kernel
 from octavo.kernels.rotary import rotate_back
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.ops.attention import RotaryFactors
 from octavo.quant import MX, Block1D, Rowwise, Tensorwise
 from octavo.quant.casts import fill_pair
@@ -40,10 +40,10 @@ def check(operands, spec, sides="rc", **settings):
             fill_pair(rotate_back(*operands).reshape(rows, width), pair, given)
         elif settings:
             backend.implementation("octavo.kernels.rotary.cast", dq).backward(
-                *operands, Target(pair, given), **settings
+                *operands, TileCast(pair, given), **settings
             )
         else:
-            kernel.backward(*operands, Target(pair, given))
+            kernel.backward(*operands, TileCast(pair, given))
         results.append(contents(pair, given))
     assert_same_bytes(*results, what=f"{spec} {sides}")
 
@@ -86,7 +86,7 @@ def test_triton_fills_the_same_bytes_without_a_known_scale_and_in_no_rows():
     results = []
     for fused in (True, False):
         pair = empty_pair(Tensorwise(), 130, 1024, torch.bfloat16, "cuda", "rc")
-        target = Target(pair)
+        target = TileCast(pair)
         if fused:
             kernel.backward(*operands, target)
         else:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.runtime import call_cache as calls
+from octavo.scaling.delayed_scaling import OperandMask
 from tests.support.state_tensors import named_state, state_tensors
 
 K, N, ROWS = 64, 48, 32
@@ -108,7 +109,7 @@ def setting(name, value):
 
 def forget_scales(layer):
     if layer._scaling.recipe is not None:
-        layer._scaling.uncalibrated = "xwd"
+        layer._scaling.uncalibrated = OperandMask(x=True, w=True, dy=True)
 
 
 def load_twice_the_weights(layer):

@@ -15,6 +15,7 @@ from octavo.fusion import runs
 from octavo.ops.quantized import Quantized
 from octavo.runtime import call_cache
 from octavo.runtime.contract import LAYERS, ForwardResult
+from octavo.scaling.delayed_scaling import NO_OPERANDS, OperandMask
 from tests.support.state_tensors import state_tensors
 
 PACKAGE = str(Path(octavo.__file__).parent) + "/"
@@ -109,7 +110,7 @@ def is_hit(call, x):
 def test_a_call_like_the_one_before_is_a_hit_and_few_calls(kind, recipe, monkeypatch):
     module, call = warmed(kind, monkeypatch, recipe)
     for layer in [m for m in module.modules() if isinstance(m, Quantized)]:
-        layer._scaling.uncalibrated = ""  # a stub observes nothing
+        layer._scaling.uncalibrated = NO_OPERANDS  # a stub observes nothing
     for _ in range(4):
         step(module, example().requires_grad_(), call)
     assert is_hit(call, example().requires_grad_())
@@ -166,7 +167,7 @@ CHANGES = {
     "evaluation": lambda m: m.eval(),
     "one layer in evaluation": lambda m: linear_of(m).eval(),
     "another recipe": lambda m: setattr(linear_of(m), "recipe", "fp8-rowwise"),
-    "scales that are not known": lambda m: setattr(linear_of(m)._scaling, "uncalibrated", "xwd"),
+    "scales that are not known": lambda m: setattr(linear_of(m)._scaling, "uncalibrated", OperandMask(x=True)),
     "codes made again": lambda m: setattr(linear_of(m), "keep_weight_codes", False),
     "bias returned": lambda m: setattr(m[2], "return_bias", True),
     "main_grad": accumulate,

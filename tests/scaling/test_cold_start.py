@@ -346,3 +346,13 @@ def test_the_state_of_a_fresh_layer_brings_the_first_step_back():
     assert_result(run(layer, x, dy), run(make("fp8-current"), x, dy))
     octavo.step(layer)
     assert cold(layer) == [""]
+
+
+def test_a_layer_from_a_file_with_letters_measures_the_same_operands():
+    layer = make("fp8-delayed")
+    layer(torch.randn(M, K)).sum().backward()
+    want = layer._scaling.uncalibrated
+    state = {**layer._scaling.__getstate__(), "uncalibrated": "xwd", "_asked": "x"}
+    layer._scaling.__setstate__(state)
+    assert want == layer._scaling.uncalibrated == (True, True, True)
+    assert layer._scaling._asked == (True, False, False)

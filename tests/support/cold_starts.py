@@ -36,4 +36,6 @@ def error(found, want):
 
 
 def cold(model):
-    return [layer._scaling.uncalibrated for _, layer in steps.layers(model)]
+    """The operands of each layer that no step has seen, by their first letters."""
+    masks = [layer._scaling.uncalibrated for _, layer in steps.layers(model)]
+    return ["".join([letter for letter, is_cold in zip("xwd", mask, strict=True) if is_cold]) for mask in masks]

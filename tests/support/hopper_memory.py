@@ -21,6 +21,7 @@ from octavo.ops import linear, operation
 from octavo.quant import grouped
 from octavo.runtime import call_cache
 from octavo.runtime.replay import recorder
+from octavo.scaling.delayed_scaling import NO_OPERANDS
 
 MIB = 2**20
 
@@ -120,7 +121,7 @@ def peaks(make, batch, steps=4):
         step()
         for part in module.modules():
             if hasattr(part, "_scaling"):
-                part._scaling.uncalibrated = ""
+                part._scaling.uncalibrated = NO_OPERANDS
         found = []
         for _ in range(steps):
             gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)

@@ -130,14 +130,14 @@ def _names(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _report(made: Plan) -> LoadReport:
-    codes = {fill.slot.name: next(iter(layers_of(fill))).recipe.key for fill in made.fills if fill.as_codes}
-    decoded = tuple(fill.slot.name for fill in made.fills if fill.layout is not None and not fill.as_codes)
-    values = tuple(fill.slot.name for fill in made.fills if fill.layout is None)
+    codes = {fill.model_tensor.name: next(iter(layers_of(fill))).recipe.key for fill in made.fills if fill.as_codes}
+    decoded = tuple(fill.model_tensor.name for fill in made.fills if fill.layout is not None and not fill.as_codes)
+    values = tuple(fill.model_tensor.name for fill in made.fills if fill.layout is None)
     return LoadReport(made.choice.names, codes, decoded, values, made.skipped)
 
 
 def _check_device(made: Plan, device: torch.device | None) -> None:
-    on_meta = next((fill.slot for fill in made.fills if fill.slot.tensor.is_meta), None)
+    on_meta = next((fill.model_tensor for fill in made.fills if fill.model_tensor.tensor.is_meta), None)
     if on_meta is not None and (device is None or device.type == "meta"):
         raise UnsupportedDevice(
             f"{on_meta.name} is on the meta device, and load_fp8 got device={device}. Pass the device that it goes to."
@@ -177,22 +177,22 @@ def _convert(model: nn.Module, made: Plan) -> None:
     for fill in made.fills:
         if fill.as_codes and not any(layer.recipe is not None for layer in layers_of(fill)):
             assert fill.layout is not None
-            before = wanted.setdefault(id(fill.slot.owner), fill.layout.recipe)
+            before = wanted.setdefault(id(fill.model_tensor.owner), fill.layout.recipe)
             if before != fill.layout.recipe:
                 raise InvalidCheckpoint(
-                    f"{fill.slot.name} is codes of {fill.layout.recipe}, and other weights of that layer are codes of "
-                    f"{before}. Pass dequantize= with one of the names."
+                    f"{fill.model_tensor.name} is codes of {fill.layout.recipe}, and other weights of that layer are "
+                    f"codes of {before}. Pass dequantize= with one of the names."
                 )
     if wanted:
         convert(model, "bf16", lambda path, module: wanted.get(id(module), False))
     for fill in made.fills:
         if fill.as_codes and not any(True for _ in layers_of(fill)):
             raise UnsupportedConfig(
-                f"{fill.slot.name} is codes in the file, and octavo.convert makes no layer of its "
-                f"{type(fill.slot.owner).__name__}. Pass dequantize= with its name."
+                f"{fill.model_tensor.name} is codes in the file, and octavo.convert makes no layer of its "
+                f"{type(fill.model_tensor.owner).__name__}. Pass dequantize= with its name."
             )
-        if fill.as_codes and isinstance(fill.slot.owner, Quantized):
-            fill.slot.owner._check_holdable()
+        if fill.as_codes and isinstance(fill.model_tensor.owner, Quantized):
+            fill.model_tensor.owner._check_may_be_codes()
 
 
 class _Source(NamedTuple):
@@ -213,7 +213,7 @@ def _largest(made: Plan) -> int:
 
 
 def _load_codes(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
-    layout, tensor = fill.layout, fill.slot.tensor
+    layout, tensor = fill.layout, fill.model_tensor.tensor
     (layer,) = layers_of(fill)
     assert layout is not None
     whole = layer._whole_weight()
@@ -225,7 +225,7 @@ def _load_codes(fill: Fill, source: _Source, device: torch.device | None, traina
         layer._unplaced = True
         whole = layer._whole_weight()
     names = layer._names_of_weights()
-    alone = names.index(fill.slot.key) if len(names) > 1 else None
+    alone = names.index(fill.model_tensor.key) if len(names) > 1 else None
     for piece in fill.pieces:
         parts = _read(source, piece, layout, fill.shape_of(piece))
         experts = [(piece.expert if alone is None else alone, parts)]
@@ -242,24 +242,28 @@ def _read(source: _Source, piece: Piece, layout: Layout, shape: Sequence[int]) -
 
 
 def _load_values(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
-    slot = fill.slot
-    place = device if slot.tensor.is_meta and device is not None else slot.tensor.device
-    direct = not slot.tensor.is_meta and type(slot.tensor) in (Tensor, nn.Parameter)
-    target = slot.tensor.data if direct else torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=place)
+    model_tensor = fill.model_tensor
+    place = device if model_tensor.tensor.is_meta and device is not None else model_tensor.tensor.device
+    direct = not model_tensor.tensor.is_meta and type(model_tensor.tensor) in (Tensor, nn.Parameter)
+    target = (
+        model_tensor.tensor.data
+        if direct
+        else torch.empty(model_tensor.tensor.shape, dtype=model_tensor.tensor.dtype, device=place)
+    )
     for piece in fill.pieces:
         part = target if piece.expert is None else target[piece.expert, piece.start : piece.start + piece.rows]
         part.copy_(_values(fill, piece, source, part.dtype, place))
-    if slot.tensor.is_meta:
-        is_parameter = isinstance(slot.tensor, nn.Parameter)
-        new = nn.Parameter(target, slot.tensor.requires_grad) if is_parameter else target
-        new.__dict__.update(slot.tensor.__dict__)
-        for module, key in ((slot.owner, slot.key), *slot.others):
+    if model_tensor.tensor.is_meta:
+        is_parameter = isinstance(model_tensor.tensor, nn.Parameter)
+        new = nn.Parameter(target, model_tensor.tensor.requires_grad) if is_parameter else target
+        new.__dict__.update(model_tensor.tensor.__dict__)
+        for module, key in ((model_tensor.owner, model_tensor.key), *model_tensor.others):
             table: dict[str, Any] = module._parameters if is_parameter else module._buffers
             table[key] = new
     elif not direct:
-        slot.tensor.copy_(target)
+        model_tensor.tensor.copy_(target)
     else:
-        torch.autograd.graph.increment_version(slot.tensor)
+        torch.autograd.graph.increment_version(model_tensor.tensor)
 
 
 def values_of_piece(

@@ -32,7 +32,7 @@ KV_SCALE = re.compile(
 )
 
 
-class Slot(NamedTuple):
+class ModelTensor(NamedTuple):
     """A parameter or buffer of a model, and all places that have it."""
 
     name: str
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 class Fill(NamedTuple):
     """The place of a parameter's content in a folder."""
 
-    slot: Slot
+    model_tensor: ModelTensor
     pieces: list[Piece]
     layout: Layout | None  # None: values
     as_codes: bool
@@ -55,7 +55,7 @@ class Fill(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter as the file has it."""
-        shape = tuple(self.slot.tensor.shape)
+        shape = tuple(self.model_tensor.tensor.shape)
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def shape_of(self, piece: Piece) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequenc
     """Match a model with a folder. Raise for anything that is missing, unknown, or does not fit."""
     entries = read_entries(folder)
     made = _Planner(folder, entries, choose(folder, layout), tuple(dequantize))
-    fills = [made.fill(slot) for slot in slots(model)]
+    fills = [made.fill(model_tensor) for model_tensor in model_tensors(model)]
     found = [fill for fill in fills if fill is not None]
     skipped = made.rest(model, ignore)
     if made.missing:
@@ -93,7 +93,7 @@ def matched(model: nn.Module, folder: Path) -> Plan:
     """Match a model with the folder that it came from, whether its weights are codes or values."""
     entries = read_entries(folder)
     made = _Planner(folder, entries, choose(folder, None), ("*",))
-    fills = [fill for slot in slots(model) if (fill := made.fill(slot)) is not None]
+    fills = [fill for model_tensor in model_tensors(model) if (fill := made.fill(model_tensor)) is not None]
     if made.missing:
         raise InvalidCheckpoint(
             f"{folder} lacks {made.missing[0]} of the model, so the model did not come from there. Pass layout=."
@@ -101,7 +101,7 @@ def matched(model: nn.Module, folder: Path) -> Plan:
     return Plan(entries, made.choice, fills, {})
 
 
-def slots(model: nn.Module) -> list[Slot]:
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Return the parameters and persistent buffers of a model, each once, with all places that have it."""
     places: dict[int, list[tuple[str, nn.Module, str, Tensor]]] = {}
     for path, module in model.named_modules():
@@ -111,7 +111,7 @@ def slots(model: nn.Module) -> list[Slot]:
                 name = plain_name(joined(path, key))
                 places.setdefault(id(tensor), []).append((name, module, key, tensor))
     return [
-        Slot(*first, tuple((module, key) for _, module, key, _ in rest), tuple(name for name, *_ in rest))
+        ModelTensor(*first, tuple((module, key) for _, module, key, _ in rest), tuple(name for name, *_ in rest))
         for first, *rest in places.values()
     ]
 
@@ -126,33 +126,37 @@ class _Planner:
         self.skipped: dict[str, str] = {}
         self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in choice.groups])))
 
-    def fill(self, slot: Slot) -> Fill | None:
-        names = [slot.name, *slot.other_names]
-        shape = tuple(slot.tensor.shape)
-        stacked = shape if third_party_experts.is_weight(slot.owner, slot.key) else shape[-2:]
+    def fill(self, model_tensor: ModelTensor) -> Fill | None:
+        names = [model_tensor.name, *model_tensor.other_names]
+        shape = tuple(model_tensor.tensor.shape)
+        stacked = shape if third_party_experts.is_weight(model_tensor.owner, model_tensor.key) else shape[-2:]
         pieces = next((p for name in names if (p := pieces_in(name, stacked, self.names, self.entries))), [])
         if not pieces:
-            self.missing.append(slot.name)
+            self.missing.append(model_tensor.name)
             return None
-        if is_sharded(slot.tensor):
-            raise self._unfit(slot.name, "the model's tensor is a DTensor, of which this rank has a part", SHARDED)
-        found = {self._layout_of(piece, slot) for piece in pieces}
+        if is_sharded(model_tensor.tensor):
+            raise self._unfit(
+                model_tensor.name, "the model's tensor is a DTensor, of which this rank has a part", SHARDED
+            )
+        found = {self._layout_of(piece, model_tensor) for piece in pieces}
         if len(found) > 1:
             kinds = ", ".join(sorted("values" if row is None else row.name for row in found))
-            raise self._unfit(slot.name, f"its parts are mixed: {kinds}", "Rewrite it in one layout")
+            raise self._unfit(model_tensor.name, f"its parts are mixed: {kinds}", "Rewrite it in one layout")
         layout = found.pop()
-        turned = layout is not None and layout.unpacks and bool(getattr(slot.owner, "is_transposed", False))
-        fill = Fill(slot, pieces, layout, layout is not None and not self._as_values(slot, layout), turned)
+        turned = layout is not None and layout.unpacks and bool(getattr(model_tensor.owner, "is_transposed", False))
+        fill = Fill(
+            model_tensor, pieces, layout, layout is not None and not self._as_values(model_tensor, layout), turned
+        )
         for piece in pieces:
             self._check(fill, piece)
         if fill.as_codes:
             self._check_holder(fill)
-        self._skip_ties(slot, pieces)
+        self._skip_ties(model_tensor, pieces)
         return fill
 
-    def _skip_ties(self, slot: Slot, pieces: list[Piece]) -> None:
+    def _skip_ties(self, model_tensor: ModelTensor, pieces: list[Piece]) -> None:
         """Skip a tensor that a file has twice and the model once, if the two are equal."""
-        for name in (slot.name, *slot.other_names):
+        for name in (model_tensor.name, *model_tensor.other_names):
             entry, first = self.entries.get(name), self.entries.get(pieces[0].name)
             if entry is None or first is None or name == pieces[0].name or entry.shape != first.shape:
                 continue
@@ -161,12 +165,12 @@ class _Planner:
             self.used.add(name)
             self.skipped[name] = "the model has it in one with another"
 
-    def _as_values(self, slot: Slot, layout: Layout) -> bool:
-        module = slot.name.removesuffix(".weight")
-        asked = any(fnmatchcase(slot.name, p) or fnmatchcase(module, p) for p in self.dequantize)
-        return asked or (layout.unpacks and bool(getattr(slot.owner, "is_transposed", False)))
+    def _as_values(self, model_tensor: ModelTensor, layout: Layout) -> bool:
+        module = model_tensor.name.removesuffix(".weight")
+        asked = any(fnmatchcase(model_tensor.name, p) or fnmatchcase(module, p) for p in self.dequantize)
+        return asked or (layout.unpacks and bool(getattr(model_tensor.owner, "is_transposed", False)))
 
-    def _layout_of(self, piece: Piece, slot: Slot) -> Layout | None:
+    def _layout_of(self, piece: Piece, model_tensor: ModelTensor) -> Layout | None:
         """Return the layout of a weight's codes; None for values."""
         named = self.choice.of(piece.module)
         entry = self.entries.get(piece.name)
@@ -175,7 +179,7 @@ class _Planner:
             if scales:
                 raise self._unfit(piece.name, f"it is {entry.dtype}, and has {piece.name}{scales[0]}", "It is no codes")
             return None
-        if entry is not None and not slot.tensor.is_floating_point():
+        if entry is not None and not model_tensor.tensor.is_floating_point():
             return None
         if named is None:
             where = f"its codes are {entry.dtype}" if entry is not None else "it has codes"
@@ -186,7 +190,7 @@ class _Planner:
         """Raise unless the folder has a piece in the dtype and shape that the model and the layout need."""
         layout, shape = fill.layout, fill.shape_of(piece)
         if layout is None:
-            self._check_one(piece.name, "", "values", (*FLOATS, "F64"), (shape,), fill.slot.tensor)
+            self._check_one(piece.name, "", "values", (*FLOATS, "F64"), (shape,), fill.model_tensor.tensor)
             return
         if why := unsupported_columns(layout, shape[-1]):
             raise self._unfit(piece.name, why, "Pass dequantize= with its name", layout)
@@ -225,13 +229,13 @@ class _Planner:
 
     def _check_holder(self, fill: Fill) -> None:
         """Raise unless a layer can hold the codes."""
-        slot, layout = fill.slot, fill.layout
+        model_tensor, layout = fill.model_tensor, fill.layout
         assert layout is not None
-        owner, why = slot.owner, ""
-        is_weight = isinstance(owner, nn.Linear) and slot.key == "weight"
-        is_weight = is_weight or (isinstance(owner, Quantized) and slot.key in owner._names_of_weights())
-        if not is_weight and not third_party_experts.is_weight(owner, slot.key):
-            why = f"it is the parameter {slot.key} of a {type(owner).__name__}, which holds no codes"
+        owner, why = model_tensor.owner, ""
+        is_weight = isinstance(owner, nn.Linear) and model_tensor.key == "weight"
+        is_weight = is_weight or (isinstance(owner, Quantized) and model_tensor.key in owner._names_of_weights())
+        if not is_weight and not third_party_experts.is_weight(owner, model_tensor.key):
+            why = f"it is the parameter {model_tensor.key} of a {type(owner).__name__}, which holds no codes"
         for layer in layers_of(fill):
             recipe = layer.recipe
             if recipe is not None and recipe.linear().fprop.right != layout.quantizer:
@@ -240,7 +244,7 @@ class _Planner:
                     f"layer without a recipe, or with {layout.recipe}"
                 )
         if why:
-            raise self._unfit(slot.name, why, "Pass dequantize= with its name to load values", layout)
+            raise self._unfit(model_tensor.name, why, "Pass dequantize= with its name to load values", layout)
 
     def rest(self, model: nn.Module, ignore: Sequence[str]) -> dict[str, str]:
         """Return the tensors that nothing of the model takes, with the reason. Raise if there is none."""
@@ -273,19 +277,19 @@ class _Planner:
 
 def layers_of(fill: Fill) -> Iterable[Any]:
     """Yield the Octavo layer that a parameter is the weight of, if there is one."""
-    owner = fill.slot.owner
+    owner = fill.model_tensor.owner
     if isinstance(owner, Quantized):
         yield owner
-    elif (layer := third_party_experts.layer_of(owner, fill.slot.key)) is not None:
+    elif (layer := third_party_experts.layer_of(owner, fill.model_tensor.key)) is not None:
         yield layer
 
 
 def _check_ties(fills: list[Fill]) -> None:
     for fill in fills:
-        if fill.as_codes and fill.slot.others:
+        if fill.as_codes and fill.model_tensor.others:
             raise UnsupportedConfig(
-                f"{fill.slot.name} is codes in the file, and the model has that parameter in "
-                f"{1 + len(fill.slot.others)} places. Untie them, or pass dequantize= with its name."
+                f"{fill.model_tensor.name} is codes in the file, and the model has that parameter in "
+                f"{1 + len(fill.model_tensor.others)} places. Untie them, or pass dequantize= with its name."
             )
 
 
@@ -308,5 +312,5 @@ def _check_all_scales(entries: dict[str, Entry], fills: list[Fill]) -> None:
             if fill.as_codes and not torch.equal(other.reshape(-1), value.reshape(-1)):
                 raise InvalidCheckpoint(
                     f"{first} is {other.tolist()} and {name} is {value.tolist()}: one weight of the model has both. "
-                    f"Pass dequantize={fill.slot.name!r}, or publish them with one scale."
+                    f"Pass dequantize={fill.model_tensor.name!r}, or publish them with one scale."
                 )

@@ -13,7 +13,7 @@ from octavo._torch.modules import plain_name
 from octavo.checkpoints.published.layout_choice import CONFIG, entry_for, read_json
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
 from octavo.checkpoints.published.loading import values_of_piece
-from octavo.checkpoints.published.loading_plan import Fill, Slot, layers_of, matched, slots
+from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layers_of, matched, model_tensors
 from octavo.checkpoints.published.published_names import Piece, ways
 from octavo.checkpoints.published.shards import (
     SHARD_BYTES,
@@ -133,16 +133,21 @@ def _plan(
 def _by_layout(model: nn.Module, layout: Layout) -> tuple[dict[str, Planned], dict[str, Any]]:
     planned: dict[str, Planned] = {}
     left_out: list[str] = []
-    for slot in slots(model):
-        shape = tuple(slot.tensor.shape)
-        options = list(ways(slot.name, shape))
-        pieces = options[min(1, len(options) - 1)] if is_weight(slot.owner, slot.key) else options[0]
-        is_coded = _quantizer(slot) is not None
-        if not is_coded and slot.tensor.dim() >= 2 and slot.key != "bias" and not isinstance(slot.owner, nn.Embedding):
+    for model_tensor in model_tensors(model):
+        shape = tuple(model_tensor.tensor.shape)
+        options = list(ways(model_tensor.name, shape))
+        pieces = options[min(1, len(options) - 1)] if is_weight(model_tensor.owner, model_tensor.key) else options[0]
+        is_coded = _quantizer(model_tensor) is not None
+        if (
+            not is_coded
+            and model_tensor.tensor.dim() >= 2
+            and model_tensor.key != "bias"
+            and not isinstance(model_tensor.owner, nn.Embedding)
+        ):
             left_out += [piece.module for piece in pieces]
-        fill = Fill(slot, pieces, layout if is_coded else None, is_coded)
+        fill = Fill(model_tensor, pieces, layout if is_coded else None, is_coded)
         for piece in pieces:
-            planned.update(_coded(fill, piece) if is_coded else {piece.name: _values(slot, piece)})
+            planned.update(_coded(fill, piece) if is_coded else {piece.name: _values(model_tensor, piece)})
     warn_of_static_scales(layout)
     _warn_of_values(model, planned)
     own: Any = getattr(model, "config", None)
@@ -167,66 +172,66 @@ def _warn_of_values(model: nn.Module, planned: dict[str, Planned]) -> None:
         )
 
 
-def _quantizer(slot: Slot) -> Quantizer | None:
+def _quantizer(model_tensor: ModelTensor) -> Quantizer | None:
     """Return the quantizer of a parameter's codes; None if it is no weight that is quantized."""
-    fill = Fill(slot, [], None, True)
+    fill = Fill(model_tensor, [], None, True)
     for layer in layers_of(fill):
-        if slot.key in layer._names_of_weights() or is_weight(slot.owner, slot.key):
+        if model_tensor.key in layer._names_of_weights() or is_weight(model_tensor.owner, model_tensor.key):
             found: Quantizer | None = None if layer.recipe is None else layer.recipe.linear().fprop.right
             return found
     return None
 
 
-def _values(slot: Slot, piece: Piece) -> Planned:
-    check_plain(slot.name, slot.tensor)
-    tensor = slot.tensor.detach()
+def _values(model_tensor: ModelTensor, piece: Piece) -> Planned:
+    check_plain(model_tensor.name, model_tensor.tensor)
+    tensor = model_tensor.tensor.detach()
     part = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
     return Planned(NAMES[part.dtype], tuple(part.shape), lambda: part)
 
 
 def _coded(fill: Fill, piece: Piece) -> Iterator[tuple[str, Planned]]:
     """Yield the tensors of one piece of a weight, in a layout."""
-    slot, layout = fill.slot, fill.layout
+    model_tensor, layout = fill.model_tensor, fill.layout
     assert layout is not None
-    spec, shape = _quantizer(slot), fill.shape_of(piece)
+    spec, shape = _quantizer(model_tensor), fill.shape_of(piece)
     assert spec is not None
-    _check_fits(slot, spec, layout, shape)
+    _check_fits(model_tensor, spec, layout, shape)
     for each in expected(layout, shape):
         make = partial(_made, fill, piece, each.suffix)
         yield piece.name + each.suffix, Planned(each.dtypes[0], each.shapes[0], make)
 
 
-def _check_fits(slot: Slot, spec: Quantizer, layout: Layout, shape: tuple[int, ...]) -> None:
-    (layer,) = layers_of(Fill(slot, [], None, True))
+def _check_fits(model_tensor: ModelTensor, spec: Quantizer, layout: Layout, shape: tuple[int, ...]) -> None:
+    (layer,) = layers_of(Fill(model_tensor, [], None, True))
     why = unsupported_refinement(spec, layout) or unsupported_columns(layout, shape[-1])
-    if not why and layer.recipe.stateful and not isinstance(slot.tensor, QuantizedWeight):
+    if not why and layer.recipe.stateful and not isinstance(model_tensor.tensor, QuantizedWeight):
         why = "its recipe scales by earlier steps. Use fp8-current, or octavo.quantize_weights before"
-    if slot.tensor.is_meta:
+    if model_tensor.tensor.is_meta:
         why = "it is on the meta device, and has no values"
     if why:
         raise UnsupportedConfig(
-            f"{slot.name} runs in {layer.recipe}, whose weights are {spec}, and cannot be saved as {layout.name}: "
-            f"{why}. Name another layout=, or {WAY_OUT}."
+            f"{model_tensor.name} runs in {layer.recipe}, whose weights are {spec}, and cannot be saved as "
+            f"{layout.name}: {why}. Name another layout=, or {WAY_OUT}."
         )
 
 
 def _made(fill: Fill, piece: Piece, suffix: str, dtype: str = "") -> Tensor:
-    layout, slot = fill.layout, fill.slot
+    layout, model_tensor = fill.layout, fill.model_tensor
     assert layout is not None
-    shape, spec = fill.shape_of(piece), _quantizer(slot)
+    shape, spec = fill.shape_of(piece), _quantizer(model_tensor)
     assert spec is not None
     if piece.expert is None and len(shape) == 3:
-        each = [_parts(slot, spec, i, 0, shape[1]) for i in range(shape[0])]
+        each = [_parts(model_tensor, spec, i, 0, shape[1]) for i in range(shape[0])]
         parts = [torch.stack(list(same)) for same in zip(*each, strict=True)]
     else:
-        parts = _parts(slot, spec, piece.expert, piece.start, shape[-2])
+        parts = _parts(model_tensor, spec, piece.expert, piece.start, shape[-2])
     scales = dtype if suffix == layout.scale else ""
     return in_file(layout, refined(parts, spec, layout, shape), shape, scales)[suffix]
 
 
-def _parts(slot: Slot, spec: Quantizer, expert: int | None, start: int, rows: int) -> list[Tensor]:
+def _parts(model_tensor: ModelTensor, spec: Quantizer, expert: int | None, start: int, rows: int) -> list[Tensor]:
     """Return codes, scales and the second level of rows of a weight: what its forward multiplies."""
-    weight: Any = slot.tensor
+    weight: Any = model_tensor.tensor
     if isinstance(weight, QuantizedWeight):
         group = weight.group if expert is None else expert
         proto = spec.proto(TensorProto((rows, weight.shape[-1]), weight.dtype, torch.device("meta")))
@@ -249,7 +254,7 @@ def _like(model: nn.Module, source: Path) -> dict[str, Planned]:
         for piece in fill.pieces:
             if fill.layout is None:
                 found[piece.name] = _like_values(fill, piece, made.entries[piece.name])
-            elif _quantizer(fill.slot) is None:
+            elif _quantizer(fill.model_tensor) is None:
                 found.update(_like_dequantized(fill, piece, made.entries))
             else:
                 found.update(_like_coded(fill, piece, made.entries))
@@ -263,7 +268,7 @@ def _copied(entry: Entry) -> Planned:
 
 
 def _like_values(fill: Fill, piece: Piece, entry: Entry) -> Planned:
-    own = _values(fill.slot, piece).make
+    own = _values(fill.model_tensor, piece).make
 
     def make() -> Tensor:
         source, mine = read_entry(entry), own().cpu()
@@ -300,16 +305,16 @@ def _equal_or_own(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor
 
 def _like_dequantized(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
     """Yield the codes of the file for a weight that the model has as values, if these are still those of the codes."""
-    slot, layout = fill.slot, fill.layout
+    model_tensor, layout = fill.model_tensor, fill.layout
     assert layout is not None
 
     def make(entry: Entry) -> Tensor:
-        tensor = slot.tensor.detach()
+        tensor = model_tensor.tensor.detach()
         own = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
         if not torch.equal(values_of_piece(fill, piece, entries, own.dtype, own.device), own):
             raise UnsupportedConfig(
-                f"{slot.name} was dequantized from {layout.name} and trained as values, so no codes are its own. Give "
-                f"its layer a recipe before you train, or save with layout=, which saves it as values."
+                f"{model_tensor.name} was dequantized from {layout.name} and trained as values, so no codes are its "
+                f"own. Give its layer a recipe before you train, or save with layout=, which saves it as values."
             )
         return read_entry(entry)
 

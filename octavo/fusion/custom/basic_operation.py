@@ -34,7 +34,8 @@ class BasicOperation(FusibleOperation, nn.Module):
     one backward. A subclass defines
 
         op_forward_compute(config, inputs)                 returns y and a tuple of intermediates
-        op_forward_save_ctx(config, inputs, y, fresh)      returns a tuple of the tensors that backward needs
+        op_forward_save_ctx(config, inputs, y, intermediates)
+                                                           returns a tuple of the tensors that backward needs
         op_backward(config, saved, dy, wants)              returns a gradient, or None, for each input: a tuple with
                                                            all of them, or a dict {name: gradient} with some
 
@@ -48,7 +49,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         num_extra_outputs    how many it returns besides y
 
     With extra inputs or outputs the functions are fuser_forward_compute(config, inputs), which returns y, extra outputs
-    and intermediates, fuser_forward_save_ctx(config, inputs, outputs, fresh) and
+    and intermediates, fuser_forward_save_ctx(config, inputs, outputs, intermediates) and
     fuser_backward(config, saved, grads, wants). A forward that cannot be split in two is
     op_forward(self, ctx, x, *extra_inputs, **kwargs), with op_backward(self, ctx, dy, ...); see `OperationContext`. It
     runs in eager mode only; with `strict = False` a compiler breaks the graph there.
@@ -61,7 +62,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         ...     def op_forward_compute(config, inputs):
         ...         return inputs.x * inputs.x, ()
         ...     @staticmethod
-        ...     def op_forward_save_ctx(config, inputs, y, fresh):
+        ...     def op_forward_save_ctx(config, inputs, y, intermediates):
         ...         return (inputs.x,)
         ...     @staticmethod
         ...     def op_backward(config, saved, dy, wants):

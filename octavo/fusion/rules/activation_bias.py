@@ -12,7 +12,7 @@ from octavo.fusion.rule import Backward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.fusion.rules.activation_linear import kernel_inputs
 from octavo.kernels.activation import cast
-from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.kernels.tile_cast import NOTHING, TileCast
 from octavo.ops import activation_layer, matmul, operands
 from octavo.ops.activation import Activation, Bias, ConstantScale
 from octavo.ops.linear import Linear
@@ -27,8 +27,8 @@ class ActivationGradient:
     """The gradient between an activation and the layer before it, as codes for that layer's backward."""
 
     def __init__(
-        self, call: operands.Backward, act: Any, given: list[Any], bias_grad: torch.dtype | None,
-        again: Target = NOTHING,
+        self, call: operands.BackwardCall, act: Any, given: list[Any], bias_grad: torch.dtype | None,
+        again: TileCast = NOTHING,
     ) -> None:  # fmt: skip
         """Compute the codes. `call` is the layer's backward. `given` has what the activation saved, and its dy: it is
         emptied, so that a gradient that is written before it is cast finds their memory free."""
@@ -43,11 +43,11 @@ class ActivationGradient:
         if spec is not None and cast.writes_dx(act.function, dy, inputs, spec):
             self.sums, dx = cast.value(act.function, dy, inputs, True, call.rows.groups, again, *sums)
             del dy, inputs
-            target = Target(*matmul.dy_buffers(call, self.like))
+            target = TileCast(*matmul.dy_buffers(call, self.like))
             if dx is not None:
                 cast.fill(dx, target)
         else:
-            target = Target(*matmul.dy_buffers(call, self.like))
+            target = TileCast(*matmul.dy_buffers(call, self.like))
             self.sums = cast.backward(act.function, dy, inputs, target, again, *sums)
         self.pair = target.pair
         self.of_activation: Grads = (None, self.sums.scales, None, None)  # gradients of its inputs, but for x

@@ -8,7 +8,7 @@ from octavo.fusion.rule import Forward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.kernels.activation import Inputs as ActInputs
 from octavo.kernels.activation import cast
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.ops import activation_layer, matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
@@ -27,7 +27,7 @@ class ActivationLinear(FusedOperation):
         amaxes = RunningAmaxes(*after.running_amaxes)
         like = TensorProto(activation_layer.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
         pair, given = matmul.x_buffers(second, after.scaling, like, rows, amaxes.x)
-        found = cast.forward(first.function, kernel_inputs(own), Target(pair, given))
+        found = cast.forward(first.function, kernel_inputs(own), TileCast(pair, given))
         x_amax = found if second.keeps_x_amax else None
         made = matmul.forward_from(second, after, pair, rows, amaxes, tuple(x.shape[:-1]), x_amax)
         return [ForwardResult((None,), (), ()), made]

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.fusion.rule import Backward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.kernels.rotary import cast
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.ops import linear_layer, matmul, rotary_layer
 from octavo.ops.attention import RotaryAttention
 from octavo.ops.linear import Linear
@@ -33,7 +33,7 @@ class LinearRotary(FusedOperation):
         pair, given = matmul.dy_buffers(call, like)
         own, other = saved[1]
         assert own is not None and other is not None
-        cast.backward(*parts, own, other, Target(pair, given))
+        cast.backward(*parts, own, other, TileCast(pair, given))
         dx = matmul.input_gradient(call, like, pair[0]) if call.config.wants_dx else None
         dw = matmul.finish(call, like, pair[1])
         return [layer.gradients(dx, dw, None), (None, None, None)]

@@ -15,7 +15,7 @@ from octavo.fusion.rule import Joint, Rule
 from octavo.fusion.rules import conditions
 from octavo.fusion.rules.activation_bias import ActivationGradient, Grads, own_bias
 from octavo.fusion.rules.activation_linear import ActivationLinear
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.ops import matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
@@ -44,7 +44,7 @@ class MLP(ActivationLinear):
         call = layer.backward_call(first, saved[0], buffers[0], writes, dy.shape[0])._replace(rows=last.rows)
         of_act = [saved.pop(1), da]
         del row, da  # before the gradients of weights, as h is
-        cast = ActivationGradient(call, act, of_act, own_bias(first), Target(again, given))
+        cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
         db, ds = last.rows.bias_gradients(last, dy)
         of_first = cast.gradients(cast.sums.bias)
         dw = matmul.finish(last, dy, column, again[1])

@@ -37,7 +37,7 @@ from octavo.fusion.rules.grouped_mlp import (
 )
 from octavo.kernels import permute as moves
 from octavo.kernels.permute import Assignments
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.ops import (
     activation_layer,
     coded_activation_layer,
@@ -48,7 +48,7 @@ from octavo.ops import (
 )
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
-from octavo.ops.operands import Backward
+from octavo.ops.operands import BackwardCall
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
@@ -103,7 +103,7 @@ class RoutedExperts(FusedOperation):
         act = _scaled(act, DTYPE_NAMES[probs.dtype], back.wants_dprobs)
         of_act = [scaled, g]
         del g, scaled
-        cast = ActivationGradient(call, act, of_act, own_bias(first), Target(again, given))
+        cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
         dx = cast.input_gradient()
         if dx is not None:
             dx = moves.combine(dx, Assignments(of_token.positions), None)
@@ -122,7 +122,7 @@ class RoutedExperts(FusedOperation):
         ]  # fmt: skip
 
 
-def _x_columns(call: Backward, x: Tensor | None, source: Tensor) -> QTensor | None:
+def _x_columns(call: BackwardCall, x: Tensor | None, source: Tensor) -> QTensor | None:
     """Make x's column codes for the first layer's dw, if that is wanted."""
     if not call.config.wants_dw:
         return None

@@ -20,14 +20,14 @@ from octavo.quant.tensorwise import Tensorwise
 QTensorPair = tuple[QTensor | None, QTensor | None]
 
 
-class Target(NamedTuple):
+class TileCast(NamedTuple):
     """Codes (row, column) that a kernel fills, and the tensors that the caller passes to the cast."""
 
     pair: QTensorPair = (None, None)
     cast_args: CastArgs = CastArgs()
 
 
-NOTHING = Target()
+NOTHING = TileCast()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dtype: torch.dtype, what: str) -> str:

@@ -205,7 +205,7 @@ def _adopted(module: nn.Module, made: nn.Module) -> nn.Module:
 def revert(module: Any) -> None:
     """Undo `convert`."""
     for layer in layers_of(module):
-        layer._release_codes()
+        layer._restore_weight()
     module.__dict__.pop("_octavo_load_hook").remove()
     module.__dict__.pop("_octavo_implementation", None)
     del module._modules[NAME]

@@ -113,7 +113,7 @@ class _OnOwner(Owned):
             f"{self._place_in_owner.name}. Leave it out"
         )
 
-    def _check_holdable(self) -> None:
+    def _check_may_be_codes(self) -> None:
         layer: Any = self
         raise UnsupportedConfig(
             f"quantize_weights does not take {layer._path}, a parameter of another module. Leave it out of "

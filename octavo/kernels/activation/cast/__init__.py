@@ -26,7 +26,7 @@ from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.kernels import activation, grouped_gemm, tile_cast
 from octavo.kernels.activation import Function, Inputs, Wanted
-from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.kernels.tile_cast import NOTHING, TileCast
 from octavo.quant.casts import fill_pair
 from octavo.quant.groups import Groups
 from octavo.quant.quantizer import Quantizer
@@ -44,7 +44,7 @@ def fuses(row: Quantizer | None, column: Quantizer | None, dtype: torch.dtype) -
     return tile_cast.fuses(row, column, True, dtype, "the activation")
 
 
-def forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
+def forward(fn: Function, inputs: Inputs, y: TileCast) -> Tensor | None:
     """Fill the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`. Return the amax that the
     scale of a Tensorwise follows from, [1, 1] or one for each group; None if an inverse scale is given."""
     x = inputs.x
@@ -60,8 +60,8 @@ def backward(
     fn: Function,
     dy: Tensor,
     inputs: Inputs,
-    dx: Target,
-    y: Target = NOTHING,
+    dx: TileCast,
+    y: TileCast = NOTHING,
     bias_grad: torch.dtype | None = None,
     scales_grad: torch.dtype | None = None,
 ) -> VectorGradients:
@@ -89,7 +89,7 @@ def writes_dx(fn: Function, dy: Tensor, inputs: Inputs, spec: Quantizer | None) 
     return found
 
 
-def plain_forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
+def plain_forward(fn: Function, inputs: Inputs, y: TileCast) -> Tensor | None:
     """Write y, then cast it."""
     x, scales, bias, seed = inputs
     assert x is not None
@@ -100,8 +100,8 @@ def plain_backward(
     fn: Function,
     dy: Tensor,
     inputs: Inputs,
-    dx: Target,
-    y: Target,
+    dx: TileCast,
+    y: TileCast,
     bias_grad: torch.dtype | None,
     scales_grad: torch.dtype | None,
 ) -> VectorGradients:
@@ -119,7 +119,7 @@ def value(
     inputs: Inputs,
     wants_dx: bool,
     groups: Groups | None,
-    y: Target = NOTHING,
+    y: TileCast = NOTHING,
     bias_grad: torch.dtype | None = None,
     scales_grad: torch.dtype | None = None,
 ) -> tuple[VectorGradients, Tensor | None]:
@@ -141,7 +141,7 @@ def _end(groups: Groups | None) -> Tensor | None:
     return None if groups is None else groups.start[-1:]
 
 
-def fill(value: Tensor, target: Target) -> Tensor | None:
+def fill(value: Tensor, target: TileCast) -> Tensor | None:
     """Cast a value, and return the one amax that its scale follows from, if there is one. Codes of groups may have more
     columns, which are zeros."""
     (row, column), cast_args = target
@@ -159,7 +159,7 @@ def fill(value: Tensor, target: Target) -> Tensor | None:
     return amax
 
 
-def _check_sizes(target: Target, m: int, k: int, what: str) -> None:
+def _check_sizes(target: TileCast, m: int, k: int, what: str) -> None:
     """Raise if the codes do not fit: packed rows [m, k], or for groups their padded layout and at least k columns."""
     groups = target.cast_args.groups
     if groups is not None and groups.rows != m:

@@ -44,7 +44,7 @@ from octavo.kernels.activation.cast.elements import (
 from octavo.kernels.activation.cast.group_sums import group_sums, row_sums
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.column_sums import column_sums
-from octavo.kernels.tile_cast import NOTHING, Target
+from octavo.kernels.tile_cast import NOTHING, TileCast
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
@@ -303,7 +303,7 @@ class _Cast(NamedTuple):
 _NO_PASS = _Cast()
 
 
-def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
+def _passes(target: TileCast, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
     """Return the pass that measures first, None if scales or amaxes are given or scales follow from blocks; and the
     cast."""
     if target.pair == (None, None):
@@ -337,7 +337,7 @@ def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
     return (row is None or row.columns == width) and (column is None or column.rows == width)
 
 
-def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> Tensor | None:
+def forward(fn: Function, inputs: Inputs, y: TileCast, config: Config | None = None) -> Tensor | None:
     x, (pair, cast_args) = inputs.x, y
     assert x is not None
     m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
@@ -370,8 +370,8 @@ def backward(
     fn: Function,
     dy: Tensor,
     inputs: Inputs,
-    dx: Target,
-    y: Target,
+    dx: TileCast,
+    y: TileCast,
     bias_grad: torch.dtype | None,
     scales_grad: torch.dtype | None,
     config: Config | None = None,

@@ -24,8 +24,8 @@ Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_inverse_scale: bool, dtype: torch.dtype) -> str:
-    """Return "" if y is cast while it is computed, else a sentence with the reason. `given_encode` tells whether the
-    caller gives the inverse scale (delayed scaling)."""
+    """Return "" if y is cast while it is computed, else a sentence with the reason. `given_inverse_scale` tells
+    whether the caller gives the inverse scale (delayed scaling)."""
     return tile_cast.fuses(row, column, given_inverse_scale, dtype, "the normalised rows")
 
 

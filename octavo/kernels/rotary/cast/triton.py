@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
 from octavo.kernels.rotary.cast import plain_backward
-from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import TileCast
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
@@ -89,7 +89,7 @@ def _cast_kernel(
 
 
 def backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target, config: Config | None = None,
+    dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: TileCast, config: Config | None = None,
     turns: int = TURNS,
 ) -> None:  # fmt: skip
     pair, cast_args = target
