@@ -1,6 +1,7 @@
 """Wheel and sdist: bytes that the sources decide, the package and nothing else. README's example runs from a wheel."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,8 +110,10 @@ def test_a_release_without_the_packages_data_is_refused(tmp_path):
         release.check(tmp_path / "octavo.whl")
 
 
-def test_the_citation_has_the_version():
+def test_the_citation_and_the_changelog_have_the_version():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__ and len(versions) == len(set(versions))
 
 
 def test_the_readme_runs_from_the_wheel(wheel, tmp_path):
