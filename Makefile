@@ -1,5 +1,5 @@
-# Three commands: `make demo`, `make test`, `make docs`. They make .venv once and reuse it, offline, until what it is made
-# from changes; the packages that build the docs are added to it by the first `make docs`.
+# Four commands: `make demo`, `make test`, `make docs`, `make dist`. They make .venv once and reuse it, offline, until what it
+# is made from changes; the packages that build docs and releases are added to it by the first `make docs` and `make dist`.
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -9,7 +9,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # threads that wait give their core away: with spinning ones, a second busy process made training ten times slower
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-fast test-versions lint docs gpu-test clean
+.PHONY: demo test test-fast test-versions lint docs dist gpu-test clean
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
@@ -42,6 +42,10 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 	@echo "Built site/. Look at it: $(BIN)/python -m http.server -d site"
 
+# into dist/, from the last commit: a wheel and an sdist whose bytes the commit decides
+dist: $(VENV)/.release
+	$(BIN)/python -m tests.release
+
 gpu-test:
 	$(PYTHON) -m tests.gpu
 
@@ -59,5 +63,9 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
+$(VENV)/.release: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .versions site
+	rm -rf $(VENV) .versions site dist

@@ -15,6 +15,8 @@ from octavo import values
 from tests.integration.scripts import EXAMPLES, NEEDS, ON_RANKS, command
 
 ROOT = Path(__file__).parent.parent
+# gloo may abort a process that has ended its work and its group: once in about forty runs, of FSDP2 without Octavo too
+ABORTED = "terminate called without an active exception"
 ALONE = [path for path in EXAMPLES if path.stem not in ON_RANKS]
 
 
@@ -44,7 +46,7 @@ def test_an_example_of_several_processes_trains(stem):
         [*command(ROOT / "examples" / f"{stem}.py"), "--steps", "6"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 or ABORTED in done.stderr, done.stderr
     first, last = map(float, re.search(r"loss ([\d.]+) to ([\d.]+) on 2 ranks", done.stdout).groups())
     assert last < 0.9 * first
 

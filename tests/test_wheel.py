@@ -1,44 +1,119 @@
-"""The wheel is one small file: the package, its script and nothing else. README's example runs from it alone."""
+"""Wheel and sdist: bytes that the sources decide, the package and nothing else. README's example runs from a wheel."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from octavo.version import __version__
+from tests import release
 from tests.support.pages import examples
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 1_150_000  # bytes
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+SOURCES = ("octavo_command.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES += ("CHANGELOG.md", "CITATION.cff", "SECURITY.md")
+EPOCH = 1_800_000_000
+
+
+def sources(folder):
+    """Returns a copy of the sources, with files that a release leaves out. A build leaves files in it."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "octavo", folder / "octavo", ignore=ignored)
+    for name in SOURCES:
+        shutil.copyfile(ROOT / name, folder / name)
+    for name in ("tests/test_wheel.py", "benchmarks/picture.py", "docs/index.md"):
+        (folder / name).parent.mkdir()
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy of the sources: a build leaves files behind."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("octavo_command.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    done = subprocess.run([sys.executable, "-c", BUILD, out], cwd=copy, capture_output=True, text=True, check=True)
-    return out / done.stdout.splitlines()[-1]
+def built(tmp_path_factory):
+    return release.build(sources(tmp_path_factory.mktemp("sources")), tmp_path_factory.mktemp("dist"), EPOCH)
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built[0]
+
+
+def package_files():
+    files = [path for path in (ROOT / "octavo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".typed", ".txt")}
 
 
 def test_the_wheel_is_one_small_file_for_every_platform(wheel):
     assert wheel.name == f"octavo-{__version__}-py3-none-any.whl"
-    assert wheel.stat().st_size < LIMIT, f"{wheel.stat().st_size} bytes"
+    release.check(wheel)
 
 
 def test_the_wheel_has_the_package_its_script_and_nothing_else(wheel):
+    packed = {name for name in release.names(wheel) if not name.split("/")[0].endswith(".dist-info")}
+    assert packed == {"octavo_command.py", *package_files()}
+
+
+def test_the_sdist_has_the_package_and_what_builds_it(built):
+    sdist = built[1]
+    assert sdist.name == f"octavo-{__version__}.tar.gz"
+    release.check(sdist)
+    packed = {name for name in release.names(sdist) if not name.startswith("octavo.egg-info/")}
+    assert packed == {*SOURCES, "PKG-INFO", "setup.cfg", *package_files()}
+
+
+def test_another_build_has_the_same_bytes(built, tmp_path):
+    """In another folder, at another time, with another umask and another order of files."""
+    before = os.umask(0o077)
+    try:
+        folder = sources(tmp_path / "elsewhere")
+        for path in folder.rglob("*.py"):
+            os.utime(path, (1, 1))
+        again = release.build(folder, tmp_path / "out", EPOCH)
+    finally:
+        os.umask(before)
+    for first, second in zip(built, again, strict=True):
+        assert first.name == second.name and first.read_bytes() == second.read_bytes()
+
+
+def test_the_sdist_builds_the_wheel(built, tmp_path):
+    wheel, sdist = built
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again, _ = release.build(tmp_path / f"octavo-{__version__}", tmp_path / "out", EPOCH)
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_entries_have_the_time_that_is_given(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
-    files = [path for path in (ROOT / "octavo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    package = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".typed", ".txt")}
-    assert packed == {"octavo_command.py", *package}
+        (moment,) = {entry.date_time for entry in archive.infolist()}
+    assert moment == (2027, 1, 15, 8, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["tests/test_a.py", "octavo/__pycache__/a.pyc"])
+def test_a_file_that_does_not_belong_into_a_release_is_found(wheel, tmp_path, name):
+    spoiled = shutil.copy(wheel, tmp_path / wheel.name)
+    with zipfile.ZipFile(spoiled, "a") as archive:
+        archive.writestr(name, "")
+    with pytest.raises(AssertionError, match=f"has .'{name}'"):
+        release.check(spoiled)
+
+
+def test_a_release_without_the_packages_data_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "octavo.whl", "w") as archive:
+        archive.writestr("octavo/__init__.py", "")
+    with pytest.raises(AssertionError, match=r"lacks .*alice.txt"):
+        release.check(tmp_path / "octavo.whl")
+
+
+def test_the_citation_and_the_changelog_have_the_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__ and len(versions) == len(set(versions))
 
 
 def test_the_readme_runs_from_the_wheel(wheel, tmp_path):

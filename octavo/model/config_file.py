@@ -14,6 +14,7 @@ from octavo.model.convert import SETTINGS, convert
 from octavo.model.policy import Policy
 
 SECTION = "octavo"  # the key of the settings in a file that has others too
+MOST_VALUES = 100_000  # of a file, each counted where it stands: aliases of YAML can stand for billions
 KEYS = ("recipe", "rules", "exclude", "high_precision", "overwrite", "strict", "step", *SETTINGS)
 
 
@@ -77,9 +78,27 @@ def _read(path: Any) -> tuple[Mapping[str, Any], str]:
     except Exception as error:  # each parser has errors of its own
         kind = "YAML" if name.endswith((".yaml", ".yml")) else "TOML"
         raise UnsupportedConfig(f"The config file {name} is no {kind} of plain data: {error}. Correct it.") from None
+    if _has_more_values(data, MOST_VALUES):
+        raise UnsupportedConfig(
+            f"The config file {name} holds more than {MOST_VALUES} values, those of its aliases counted each time. "
+            "Write the settings of Octavo into a file of their own."
+        )
     if not isinstance(data, Mapping):
         raise UnsupportedConfig(f"The config file {name} holds {data!r}. Write settings by name, recipe: fp8-current.")
     return data, name
+
+
+def _has_more_values(data: Any, most: int) -> bool:
+    """Return whether there are more values than this in a list or mapping, and in those inside of it."""
+    waiting, seen = [data], 0
+    while waiting and seen <= most:
+        value = waiting.pop()
+        seen += 1
+        if isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+    return seen > most
 
 
 def _yaml(name: str) -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnknownSetting, UnsupportedConfig
+from octavo.model import config_file
 
 TOML = """
 [octavo]
@@ -64,6 +65,21 @@ def test_yaml_runs_nothing(tmp_path):
     with pytest.raises(UnsupportedConfig, match="is no YAML of plain data"):
         octavo.from_config(model(), path)
     assert not mark.exists()
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path, monkeypatch):
+    """YAML reads them as one list in many places, which no one may print; and a list that holds itself."""
+    nested = ["x"] * 9
+    for _ in range(12):
+        nested = [nested] * 9
+    endless = []
+    endless.append(endless)
+    (tmp_path / "a.yaml").write_text("")
+    for data in (nested, {"octavo": nested}, {"recipe": endless}):
+        monkeypatch.setattr(config_file, "_yaml", lambda name, data=data: lambda text: data)
+        with pytest.raises(UnsupportedConfig, match="more than 100000 values") as refused:
+            octavo.from_config(model(), tmp_path / "a.yaml")
+        assert len(str(refused.value)) < 400
 
 
 def test_yaml_without_its_package(tmp_path, monkeypatch):
