@@ -9,6 +9,7 @@ from octavo.cli.bench.training_steps import peak_mib, training_step
 from octavo.recipes import SHIPPED
 from tests.support.captured_twins import DEVICE, K, N, batch, compiled, same_microbatches, twins
 from tests.support.checkpointed import saving
+from tests.support.recipe_traits import WITHOUT_BUFFERS
 from tests.support.recorded_operators import hides_writes, recorded, without_gradients
 from tests.support.steps import assert_state, update
 
@@ -57,7 +58,7 @@ def test_saved_tensors_of_a_graph_may_wait_on_the_host_or_a_reason_is_given(reci
     """In a graph all that backward reads or writes is saved alike: with state to write, that is refused."""
     pair = twins(recipe)
     call = offloaded(compiled(pair[0], "default"))
-    if recipe in ("fp8-delayed", "nvfp4"):
+    if recipe not in WITHOUT_BUFFERS:
         with pytest.raises(octavo.errors.UnsupportedConfig, match="In a graph, saved_tensors_hooks"):
             call(batch(0)[0].requires_grad_())
     else:
