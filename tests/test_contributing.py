@@ -122,6 +122,11 @@ for variant in [*column_scale.variants(), *curves[:2]]:
     assert not offline.unsupported_reason(variant), offline.unsupported_reason(variant)
     print(variant.name, offline.resources(variant)[1])
 """
+# a sample of the tests that sweep recipes, of each room that has bounds or exceptions by recipe
+SWEEPS = (
+    "tests/ops/test_linear_exact.py", "tests/ops/test_quantized_io.py", "tests/model/test_expert_layouts.py",
+    "tests/fusion/test_blocks.py", "tests/weights/test_cached_minibatches.py", "tests/inspection/test_inspect.py",
+)  # fmt: skip
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -143,6 +148,7 @@ def results(copy):
     """(output, error) of every check of each section, and of the compilation of kernels."""
     wanted = {name: [check for check, _ in checks(title)] for name, title in TITLES.items()}
     wanted["offline"] = [COMPILE] if HAS_TRITON else []
+    wanted["sweeps"] = [["pytest", "-q", "-p", "no:cacheprovider", "-k", "fp8-token", *SWEEPS]]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", RUNNER], cwd=copy, env=environment, capture_output=True, text=True,
@@ -180,6 +186,13 @@ def test_a_recipe_is_two_files_of_the_package_and_a_kernel_four_with_its_test():
     }
     assert len(files["recipe"]) == 2
     assert len([path for path in files["kernel"] if "column_scale/" in path or path.startswith("tests/")]) == 4
+
+
+def test_tests_that_sweep_recipes_pass_for_the_new_one_without_a_line_about_it(results):
+    ((output, error),) = results["sweeps"]
+    assert not error, output
+    passed = re.search(r"^(\d+) passed", output.splitlines()[-1])
+    assert passed and int(passed[1]) >= 30, output
 
 
 def test_the_test_of_the_kernel_runs(results):

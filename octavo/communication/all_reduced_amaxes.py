@@ -34,10 +34,10 @@ def all_reduced_cast(
             recipe, pair, part, lambda spec, is_calibrated: number_of(all_reduced[0]).view(-1), running_amax
         )
     row, column = pair
-    first = None if row is None else _shaped(all_reduced[0], row, of_groups)
+    first = _shaped(all_reduced[0], row, of_groups) if row is not None and scales_whole(row) else None
     if row is column:  # one tensor for both orientations: kernels then write both from one read
         return CastArgs(amax=(first, first), running_amax=running_amax)
-    second = None if column is None else _shaped(all_reduced[1], column, of_groups)
+    second = _shaped(all_reduced[1], column, of_groups) if column is not None and scales_whole(column) else None
     return CastArgs(amax=(first, second), running_amax=running_amax)
 
 

@@ -339,7 +339,7 @@ def _cast(
     scales, amaxes = scaling.of_call(layer, measures, observe) if delayed else ((), ())
     _, *parts = call(Stage("shard-cast", key, (scales, amaxes, all_reduced, columns), (), False), x, as_nodes)
     number = 3 if row.two_level else 2
-    return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)])
+    return tuple(parts[:number]), tuple(parts[number:])
 
 
 class GatherAgain(torch.autograd.graph.saved_tensors_hooks):

@@ -16,12 +16,13 @@ from benchmarks import parity
 from octavo.demo import corpus, training
 from octavo.demo.gpt import GPT
 from octavo.recipes import SHIPPED
+from tests.support.recipe_traits import by_bits
 
 CHECKPOINTS = (10, 30, 50, 80)  # steps of the run in bf16; later, a batch's gradient is mostly noise of its sampling
 PLAN = training.Plan(steps=200, batch=8)
 WARMUP = 3  # batches that a delayed scale sees before it is used
 # least cosine, largest relative error of the whole gradient, of the loss: those of eight bits, and of the others
-GATES = dict.fromkeys(SHIPPED, (0.997, 0.085, 3e-3)) | {"bf16": (0.9999, 0.02, 5e-4), "nvfp4": (0.97, 0.30, 2e-2)}
+GATES = by_bits(unquantized=(0.9999, 0.02, 5e-4), eight=(0.997, 0.085, 3e-3), four=(0.97, 0.30, 2e-2))
 RESULTS = sorted((Path(parity.__file__).parent / "results").glob("parity-*.json"))
 SHORT = Path(parity.__file__).parent / "results" / "short-parity-moe-cpu.json"
 

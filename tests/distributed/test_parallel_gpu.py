@@ -13,6 +13,7 @@ import octavo
 from octavo.ops.quantized import Quantized
 from octavo.recipes import SHIPPED
 from tests.support.processes import ROOT
+from tests.support.recipe_traits import is_stochastic
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +72,7 @@ def equal(found, right):
     return [torch.equal(a, b) for a, b in zip(found, right, strict=True)]
 
 
-deterministic = [recipe for recipe in SHIPPED if recipe != "nvfp4"]  # which draws other random numbers in each step
+deterministic = [recipe for recipe in SHIPPED if not is_stochastic(recipe)]
 
 
 @pytest.mark.parametrize("recipe", deterministic)

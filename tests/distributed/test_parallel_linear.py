@@ -9,6 +9,8 @@ import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from tests.support import linear_shards as shards
 from tests.support.linear_shards import K, N, alone, cut, loaded, message, split, steps_of, whole
+from tests.support.mixed_recipe import MIXED
+from tests.support.recipe_traits import is_stochastic
 from tests.support.steps import relative_error
 from tests.support.wire import Wire
 
@@ -16,7 +18,11 @@ RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mx
 MODES = tuple(itertools.product(("column", "row"), (False, True)))
 Y, DX, DW, DB = range(4)
 SUMS = 4e-3  # two sums in bf16, one rounded in parts
-OWN_SCALES = {"fp8-current": 0.07, "nvfp4": 0.2}  # dy has a rank's own amax, or random numbers: errors of each format
+OWN_SCALES = {
+    "fp8-current": 0.07,
+    "nvfp4": 0.2,
+    MIXED: 0.2,
+}  # dy has a rank's own amax, or random numbers: errors of each format
 
 
 def _split(group, rank, *arguments):
@@ -32,7 +38,7 @@ def bounds(recipe, mode):
     noise = OWN_SCALES.get(recipe, 0)
     if mode == "column":
         return 0, noise or SUMS, noise, 0
-    stochastic = noise if recipe == "nvfp4" else 0
+    stochastic = noise if is_stochastic(recipe) else 0
     return SUMS, stochastic, stochastic, SUMS
 
 
@@ -53,6 +59,11 @@ def check(ranks, recipe, mode, sequence, compiled, size, **options):
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_two_ranks_compute_what_one_process_does(ranks, recipe, mode, sequence):
     check(ranks, recipe, mode, sequence, False, 2)
+
+
+@pytest.mark.parametrize(("mode", "sequence"), MODES)
+def test_ranks_agree_on_the_scales_of_backward_alone_where_a_recipe_mixes_two_schemes(ranks, mode, sequence):
+    check(ranks, MIXED, mode, sequence, False, 2)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "nvfp4(stochastic=False)"])

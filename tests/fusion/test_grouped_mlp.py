@@ -11,7 +11,8 @@ from octavo import ops
 from octavo.recipes import SHIPPED
 from tests.support.activation_formulas import FORMULAS, applied, clamped_swiglu
 from tests.support.grouped_mlps import FFN, ROWS, RULES, SIZES, USED, G, H, batch, gated, mlp, sizes
-from tests.support.linear_oracle import QUANTIZED, assert_same, randn, spiky
+from tests.support.linear_oracle import assert_same, randn, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.sequentials import FUSED_AT_ONCE, Graphs, fill, recipes, unfused
 from tests.support.state_tensors import named_state
 from tests.support.steps import assert_equal, assert_state, compiled, relative_error, step

@@ -12,7 +12,8 @@ import octavo
 from octavo import moe, ops
 from octavo.ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 from tests.support.grouped_mlps import FFN, ROWS, RULES, SIZES, USED, G, H, batch, mlp, sizes
-from tests.support.linear_oracle import QUANTIZED, assert_same, spiky
+from tests.support.linear_oracle import assert_same, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.sequentials import fill, recipes
 from tests.support.steps import assert_equal, assert_state, step
 

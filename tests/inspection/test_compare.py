@@ -10,6 +10,7 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
+from tests.support.recipe_traits import is_stochastic
 
 
 def mlp():
@@ -34,7 +35,7 @@ def by_name(found):
 
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_a_recipe_agrees_with_itself(recipe):
-    recipe = "nvfp4(stochastic=False)" if recipe == "nvfp4" else recipe
+    recipe = f"{recipe}(stochastic=False)" if is_stochastic(recipe) else recipe
     for row in octavo.compare(mlp(), batches(), recipe, recipe).rows:
         assert row.mutual == pytest.approx(1) and row.first == row.second and row.first_error == row.second_error
 

@@ -17,8 +17,7 @@ from octavo.inspection.statistics import BINS, LOWEST
 from octavo.recipes import SHIPPED
 from tests.support import dispatched_experts
 from tests.support.inspected import Counted, by_tensor, cosine, pair, train
-
-QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
+from tests.support.recipe_traits import QUANTIZED, has_four_bits
 
 
 def gradients(model):
@@ -67,7 +66,7 @@ def test_casts_are_measured_as_the_quantizers_make_them(recipe):
     noise = (values - x).double().square().sum() / x.double().square().sum()
     assert row.sqnr == pytest.approx(-10 * math.log10(noise.item()), abs=1e-6)
     assert (row.nonfinite, row.amax) == (0, x.abs().max().item())
-    assert row.saturated == 0 or (recipe == "nvfp4" and row.saturated < 0.01)  # a small scale is rounded, too
+    assert row.saturated == 0 or (has_four_bits(recipe) and row.saturated < 0.01)  # a small scale is rounded, too
 
 
 def test_histograms_count_calls_and_values_by_power_of_two():

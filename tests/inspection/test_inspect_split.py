@@ -10,11 +10,12 @@ import octavo
 from octavo.communication import collectives
 from octavo.recipes import SHIPPED
 from tests.support.linear_shards import cut
+from tests.support.recipe_traits import by_bits, has_four_bits
 
 HIDDEN, FFN, TOKENS = 128, 256, 256
 MODES = [("column", False), ("column", True), ("row", False), ("row", True)]
 OPERANDS, RESULTS = ("x", "w", "dy"), ("y", "dx", "dw")
-COSINE = {"bf16": 1 - 1e-9, "nvfp4": 0.97}  # of a rank's own product; those of FP8 are above 0.998
+COSINE = by_bits(unquantized=1 - 1e-9, eight=0.998, four=0.97)  # of a rank's own product
 
 
 def numbers(report):
@@ -84,7 +85,7 @@ def check(found, recipe, layers=("",)):
         assert set(rows) == {(layer, tensor) for layer in layers for tensor in (*OPERANDS, *RESULTS)}
         for row in rows.values():
             assert row["calls"] == 1 and row["nonfinite"] == 0
-            assert row["cosine"] is None or row["cosine"] > COSINE.get(recipe, 0.998), row["tensor"]
+            assert row["cosine"] is None or row["cosine"] > COSINE[recipe], row["tensor"]
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -94,7 +95,7 @@ def test_a_rank_measures_its_own_products(ranks, recipe, mode, sequence):
     check(found, recipe)
     for rows, _, _, amaxes in found:
         for name, amax in amaxes.items():
-            assert rows["", name]["amax"] == pytest.approx(amax, rel=0.3 if recipe == "nvfp4" else 0.1)
+            assert rows["", name]["amax"] == pytest.approx(amax, rel=0.3 if has_four_bits(recipe) else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_groups_are_measured_inside_of_their_collectives(ranks, recipe, mode):
     found = ranks.run(_grouped, recipe, mode, recipe == "fp8-block", size=2)
     check(found, recipe)
     for rows, _, _, amax in found:
-        assert rows["", "dx"]["amax"] == pytest.approx(amax, rel=0.3 if recipe == "nvfp4" else 0.1)
+        assert rows["", "dx"]["amax"] == pytest.approx(amax, rel=0.3 if has_four_bits(recipe) else 0.1)
 
 
 def _styles(group, rank, recipe, sequence):

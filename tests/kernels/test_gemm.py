@@ -15,9 +15,8 @@ import octavo.quant as Q
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
-from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import randn
-from tests.support.recipe_traits import gemm_error
+from tests.support.recipe_traits import QUANTIZED, gemm_error
 from tests.support.same_tensors import assert_exact
 from tests.support.steps import relative_error
 
@@ -25,7 +24,7 @@ CODE = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
 }
-RECIPES = [*(name for name in SHIPPED if name != "bf16"), "fp8-block(scale='fp32')"]
+RECIPES = [*QUANTIZED, "fp8-block(scale='fp32')"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
 SEED = torch.tensor([11, 4])
 

@@ -25,9 +25,10 @@ from tests.support.dispatched_experts import (
     package,
 )
 from tests.support.exports import attempt_export
+from tests.support.recipe_traits import by_bits
 from tests.support.state_tensors import named_state
 
-BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
+BOUNDS = by_bits(unquantized=1e-5, eight=0.1, four=0.4)  # relative error of y and of each gradient
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -57,7 +58,7 @@ def test_results_are_near_the_modules_own_in_float64(recipe):
     octavo.convert(experts, recipe)
     found = gradients(experts, experts.parameters(), arguments, dy)
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-    assert max(errors) < BOUNDS.get(recipe, 0.1)
+    assert max(errors) < BOUNDS[recipe]
     assert recipe == "bf16" or min(errors) > 1e-3
 
 

@@ -12,9 +12,10 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
+from tests.support.recipe_traits import by_bits
 from tests.support.titan_experts import HOME, GroupedExperts, Module
 
-BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
+BOUNDS = by_bits(unquantized=1e-5, eight=0.1, four=0.4)  # relative error of y and of each gradient
 
 
 class Replaced(GroupedExperts):
@@ -43,7 +44,7 @@ def test_results_are_near_the_modules_own_in_float64(recipe):
     exact = gradients(copy.deepcopy(module).double(), dtype=torch.float64)
     octavo.convert(module, recipe)
     for found, wanted in zip(gradients(module), exact, strict=True):
-        assert (found - wanted).norm() < BOUNDS.get(recipe, 0.1) * wanted.norm()
+        assert (found - wanted).norm() < BOUNDS[recipe] * wanted.norm()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])

@@ -12,8 +12,9 @@ from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
 from tests.support.dispatched_experts import PACKAGE, package
 from tests.support.expert_layouts import LAYOUTS, DbrxExperts, tokens
+from tests.support.recipe_traits import by_bits
 
-BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
+BOUNDS = by_bits(unquantized=1e-5, eight=0.1, four=0.4)  # relative error of y and of each gradient
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -42,7 +43,7 @@ def test_results_are_near_the_modules_own_in_float64(name, recipe):
     octavo.convert(module, recipe)
     found = gradients(module, arguments)
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-    assert max(errors) < BOUNDS.get(recipe, 0.1) and (recipe == "bf16" or max(errors) > 1e-3)
+    assert max(errors) < BOUNDS[recipe] and (recipe == "bf16" or max(errors) > 1e-3)
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ import octavo
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import Memory, assert_result, assert_same, check, make, run, spiky
+from tests.support.recipe_traits import WITHOUT_BUFFERS, is_stochastic
 from tests.support.state_tensors import state_tensors
 from tests.support.steps import batch
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
-STATEFUL = ("fp8-delayed", "nvfp4")
+STATEFUL = [name for name in SHIPPED if name not in WITHOUT_BUFFERS]
 REFUSALS = (Unsupported, RuntimeError, KeyError, ValueError, TypeError)
 
 
@@ -61,7 +62,7 @@ def test_state_is_a_flat_dict_of_plain_tensors_by_path(recipe):
         assert state == {}
         return
     assert {key.split(".")[0] for key in state} == {"a", "b"}
-    if recipe == "nvfp4":
+    if is_stochastic(recipe):
         assert set(state) == {"a.rounding.seed", "b.0.rounding.seed"}
         assert state["a.rounding.seed"].dtype == torch.int64 and state["a.rounding.seed"].shape == (2,)
     else:

@@ -13,8 +13,8 @@ import octavo
 from octavo import moe
 from octavo.errors import UnsupportedDtype
 from tests.support.experts import same_seed
-from tests.support.linear_oracle import QUANTIZED, assert_same, spiky
-from tests.support.recipe_traits import fused_error
+from tests.support.linear_oracle import assert_same, spiky
+from tests.support.recipe_traits import QUANTIZED, fused_error
 from tests.support.routed_experts import NAMES, D, E, K, N, T, batch, experts, step
 from tests.support.sequentials import FUSED_AT_ONCE, Graphs, fill, recipes
 from tests.support.steps import assert_equal, assert_state, compiled, relative_error

@@ -8,13 +8,14 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import moe
-from tests.support.linear_oracle import QUANTIZED, assert_same
+from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import QUANTIZED, by_bits
 from tests.support.routed_experts import NAMES, D, E, K, N, T, batch, experts, step
 from tests.support.sequentials import Graphs, recipes
 from tests.support.steps import assert_equal, assert_state, compiled, relative_error
 
 # relative error, root of the mean square, of gradients against those from an unquantized output of fc1
-NEAR = {**dict.fromkeys(QUANTIZED, 0.07), "nvfp4": 0.15}
+NEAR = by_bits(unquantized=0.0, eight=0.07, four=0.15)
 
 
 def stored(recipe, **settings):

@@ -5,12 +5,11 @@ import torch
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import WITHOUT_BUFFERS
 
 GROUPS, IN, OUT, ROWS = 3, 48, 32, 70
-STATELESS = [name for name in SHIPPED if name not in ("fp8-delayed", "nvfp4")] + ["nvfp4(stochastic=False)"]
-stateless = pytest.mark.parametrize("recipe", STATELESS)
+stateless = pytest.mark.parametrize("recipe", [*WITHOUT_BUFFERS, "nvfp4(stochastic=False)"])
 SIZES = torch.tensor([20, 0, 41])
 
 

@@ -6,7 +6,8 @@ import torch
 import octavo
 from octavo import ops
 from octavo.errors import UnsupportedConfig
-from tests.support.linear_oracle import QUANTIZED, assert_same, codes_of, spiky
+from tests.support.linear_oracle import assert_same, codes_of, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.sequentials import Graphs, whole
 from tests.support.steps import assert_equal, compiled, step
 

@@ -10,7 +10,8 @@ from octavo.quant.nvfp4 import reference as nvfp4
 from octavo.quant.rowwise import reference as rowwise
 from octavo.quant.tensorwise import reference as tensorwise
 from octavo.recipes import SHIPPED
-from tests.support.linear_oracle import QUANTIZED, Result, assert_result, expected, make, seed_of, spiky
+from tests.support.linear_oracle import Result, assert_result, expected, make, seed_of, spiky
+from tests.support.recipe_traits import QUANTIZED
 
 M, N, K = 21, 40, 48
 NAMES = {(M, K): "x", (N, K): "w", (M, N): "dy"}

@@ -9,16 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import octavo
 from octavo.recipes import SHIPPED
-from tests.support.linear_oracle import (
-    QUANTIZED,
-    Result,
-    assert_result,
-    assert_same,
-    expected,
-    make,
-    run,
-    seed_of,
-)
+from tests.support.linear_oracle import Result, assert_result, assert_same, expected, make, run, seed_of
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.steps import batch
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
@@ -129,7 +121,7 @@ def test_outputs_and_gradients_own_their_memory(recipe):
     assert torch.equal(dy, batch()[1])
 
 
-@pytest.mark.parametrize("recipe", [r for r in SHIPPED if r != "bf16"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_x_may_be_overwritten_after_forward(recipe):
     """Codes were saved, not x: a quantized layer does not mind an in-place activation behind it."""
     layer, (x, dy) = make(recipe), batch()

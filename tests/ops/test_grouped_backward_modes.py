@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import octavo
-from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.steps import assert_equal, compiled, step
 
 MODES = ("high_precision", "dequantized")
 SIZES, ROWS, N, K = (5, 0, 9), 16, 48, 64  # and a tail of two rows
-QUANTIZED = [name for name in SHIPPED if name != "bf16"]
 
 
 def layer_in(recipe, **settings):

@@ -8,22 +8,9 @@ from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.ops import linear_layer
 from octavo.quant import GradientCodes, Tensorwise
 from tests.support.coded_gradients import Combine
-from tests.support.experts import (
-    DTYPES,
-    ROWS,
-    STATELESS,
-    TURNED,
-    G,
-    N,
-    batch,
-    casts,
-    experts,
-    grid,
-    sizes,
-    stacked,
-    step,
-)
+from tests.support.experts import DTYPES, ROWS, TURNED, G, N, batch, casts, experts, grid, sizes, stacked, step
 from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import STATELESS, is_stochastic
 
 __all__ = ["casts"]  # a fixture
 
@@ -57,7 +44,7 @@ def test_codes_of_both_orientations_have_the_bits_of_a_cast_in_backward(recipe, 
     assert_same(found["db"], step(other, x, codes.dequantize())["db"])
 
 
-@grid([recipe for recipe in STATELESS if recipe != "nvfp4"])
+@grid([recipe for recipe in STATELESS if not is_stochastic(recipe)])
 def test_dw_of_row_codes_turns_them_around_or_casts_their_values(recipe):
     layer, twin, other = (experts(recipe) for _ in range(3))
     x, dy = batch()

@@ -9,7 +9,6 @@ from tests.support.experts import (
     DTYPES,
     ROWS,
     SPLITS,
-    STATELESS,
     TURNED,
     USED,
     G,
@@ -25,6 +24,7 @@ from tests.support.experts import (
     step,
 )
 from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import STATELESS
 
 __all__ = ["casts"]  # a fixture
 

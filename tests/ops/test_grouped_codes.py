@@ -7,21 +7,9 @@ import octavo
 from octavo.errors import Unsupported, UnsupportedShape
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
-from tests.support.experts import (
-    DTYPES,
-    LAYOUTS,
-    ROWS,
-    SPLITS,
-    STATELESS,
-    K,
-    batch,
-    experts,
-    grid,
-    sizes,
-    slices,
-    stacked,
-)
+from tests.support.experts import DTYPES, LAYOUTS, ROWS, SPLITS, K, batch, experts, grid, sizes, slices, stacked
 from tests.support.linear_oracle import assert_same, spiky
+from tests.support.recipe_traits import STATELESS
 from tests.support.same_tensors import assert_same as assert_same_codes
 
 

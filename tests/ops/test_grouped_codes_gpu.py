@@ -6,8 +6,9 @@ import torch
 import octavo
 from octavo.quant import GradientCodes
 from tests.support.coded_gradients import Combine
-from tests.support.experts import STATELESS, same_seed
+from tests.support.experts import same_seed
 from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import STATELESS
 from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu

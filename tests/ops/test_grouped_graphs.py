@@ -22,7 +22,6 @@ from octavo.recipes import SHIPPED
 from tests.support.cuda_work import captured, kernels_of
 from tests.support.experts import (
     LAYOUTS,
-    STATELESS,
     addresses,
     assert_steps,
     batch,
@@ -35,8 +34,9 @@ from tests.support.experts import (
     same_seed,
     slices,
 )
-from tests.support.linear_oracle import QUANTIZED, assert_same, graphs_of, spiky
+from tests.support.linear_oracle import assert_same, graphs_of, spiky
 from tests.support.pairs import pairs
+from tests.support.recipe_traits import QUANTIZED, STATELESS
 from tests.support.state_tensors import named_state
 from tests.support.steps import assert_state
 from tests.support.waiting import no_waiting

@@ -32,8 +32,9 @@ def test_the_same_bits_with_a_cache_which_holds_rows_alone_where_they_can_be_tur
         assert_steps(found, step(twin, *data, is_first_microbatch=first), f"microbatch {seed}")
     quant = octavo.recipe(recipe).linear()
     down, across = quant.fprop.right.block
-    assert are_transposed(quant.fprop.right, quant.dgrad.right) == (down == across)
-    assert (layer._codes.parts(layer, "column") == ()) == (down == across)
+    turns = quant.fprop.right == quant.dgrad.right and down == across
+    assert are_transposed(quant.fprop.right, quant.dgrad.right) == turns
+    assert (layer._codes.parts(layer, "column") == ()) == turns
     assert layer._codes.parts(layer, "row") != ()
 
 

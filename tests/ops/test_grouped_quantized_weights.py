@@ -7,7 +7,8 @@ import octavo
 from octavo.errors import Unsupported
 from octavo.ops.grouped_parameters import stacked
 from tests.support.experts import LAYOUTS, Alone, K, assert_steps, batch, experts, grid, sizes, step
-from tests.support.linear_oracle import QUANTIZED, assert_same
+from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import QUANTIZED
 
 
 @grid(QUANTIZED, layout=LAYOUTS)

@@ -10,8 +10,7 @@ from torch import nn
 import octavo
 from octavo.quant.groups import blocks_for
 from tests.support.experts import LAYOUTS, G, K, N, batch, delayed, experts, give, grid, sizes, step
-from tests.support.linear_oracle import QUANTIZED
-from tests.support.recipe_traits import stored_bytes
+from tests.support.recipe_traits import QUANTIZED, stored_bytes
 from tests.support.saved_bytes import kept
 from tests.support.state_tensors import state_tensors
 

@@ -10,7 +10,6 @@ from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import (
     OTHERS,
     OVERRIDES,
-    QUANTIZED,
     assert_result,
     check,
     differs,
@@ -21,6 +20,7 @@ from tests.support.linear_oracle import (
     seed_of,
     spiky,
 )
+from tests.support.recipe_traits import QUANTIZED
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1), (1, 17, 48), (33, 40, 80), (40, 129, 133), (130, 31, 300)]  # tokens, out, in

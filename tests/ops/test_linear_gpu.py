@@ -10,8 +10,9 @@ import octavo
 from octavo.quant import Tensorwise
 from octavo.recipes import SHIPPED
 from tests.support.cuda_work import kernels_of
-from tests.support.linear_oracle import QUANTIZED, Result, make, run, spiky
+from tests.support.linear_oracle import Result, make, run, spiky
 from tests.support.pairs import pairs
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu

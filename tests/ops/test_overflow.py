@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same, randn
+from tests.support.recipe_traits import is_stateful
 from tests.support.steps import assert_equal
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -376,7 +377,7 @@ def test_a_value_that_is_not_finite_spreads_over_its_scale(recipe, place, value,
     want = results(plain, tensors["x"], tensors["dy"])
     model = nn.Sequential(copy.deepcopy(plain))
     # a fresh delayed scale is measured, so that the first step's unit would be the tensor
-    octavo.convert(model, "fp8-delayed(cold_start='one')" if recipe == "fp8-delayed" else recipe)
+    octavo.convert(model, f"{recipe}(cold_start='one')" if is_stateful(recipe) else recipe)
     found = results(model[0], tensors["x"], tensors["dy"])
     for name, result in found.items():
         expected = torch.zeros_like(result, dtype=torch.bool)

@@ -12,7 +12,6 @@ from octavo.errors import UnsupportedConfig
 from octavo.quant import QTensor
 from octavo.quant.scale_blocks import is_square
 from tests.support.linear_oracle import (
-    QUANTIZED,
     assert_result,
     assert_same,
     expected,
@@ -23,12 +22,12 @@ from tests.support.linear_oracle import (
     spec_of,
     spiky,
 )
+from tests.support.recipe_traits import QUANTIZED, STATELESS, has_four_bits, is_stateful, is_stochastic
 from tests.support.same_tensors import assert_same as assert_same_codes
 from tests.support.state_tensors import state_tensors
 from tests.support.steps import batch
 
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 stateless = pytest.mark.parametrize("recipe", STATELESS)
 
 
@@ -215,7 +214,7 @@ def test_the_weight_takes_the_memory_of_its_codes(recipe):
     codes = 2 * 128 * 256  # in both orientations
     assert layer.weight.untyped_storage().nbytes() <= codes * (0.57 if recipe == "nvfp4" else 1.07)
     bytes_of_state = sum(b.numel() * b.element_size() for b in state_tensors(layer))
-    assert bytes_of_state <= (3 * 1024 * 4 + 256 if recipe == "fp8-delayed" else 64)
+    assert bytes_of_state <= (3 * 1024 * 4 + 256 if is_stateful(recipe) else 64)
 
 
 @quantized
@@ -256,7 +255,7 @@ def test_codes_with_main_grad(recipe, dtype):
     assert run(layer, x, dy).dw is None
     want = (dy.double().T @ x.double()).float()
     error = (layer.weight.main_grad.float() - want).norm() / want.norm()
-    assert error < (0.25 if recipe == "nvfp4" else 0.07)
+    assert error < (0.25 if has_four_bits(recipe) else 0.07)
 
 
 @stateless
@@ -291,7 +290,7 @@ def test_delayed_codes_do_not_depend_on_when_they_are_asked_for(recipe):
     x, dy = batch()
     first, second = run(layer, x, dy), run(layer, x, dy)
     assert_same(first.y, second.y)
-    if recipe not in ("nvfp4", "fp8-delayed"):
+    if not is_stochastic(recipe) and not is_stateful(recipe):
         assert_result(first, second)
 
 

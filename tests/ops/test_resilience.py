@@ -14,7 +14,8 @@ from octavo.quant.rowwise import reference as rowwise
 from octavo.quant.tensorwise import reference as tensorwise
 from octavo.recipes import SHIPPED
 from tests.support.experts import assert_steps
-from tests.support.linear_oracle import QUANTIZED, Result, assert_result, assert_same, check, expected, make, run, spiky
+from tests.support.linear_oracle import Result, assert_result, assert_same, check, expected, make, run, spiky
+from tests.support.recipe_traits import QUANTIZED, is_stateful, is_stochastic
 from tests.support.steps import batch
 
 TWINS = (block, mx, nvfp4, rowwise, tensorwise)
@@ -77,7 +78,7 @@ def test_a_failing_gemm_in_forward_leaves_no_mark(recipe, monkeypatch):
     """But for the amax of what was cast, which is raised at that moment: the same batch again raises it no higher."""
     fresh, layer = pair(recipe)
     x, _ = batch(0)
-    x = x if recipe == "fp8-delayed" else 1000 * x
+    x = x if is_stateful(recipe) else 1000 * x
     with monkeypatch.context() as patch:
         fail_at(patch, "gemm", 1)
         with pytest.raises(OutOfMemory):
@@ -91,7 +92,7 @@ def test_a_failing_gemm_in_forward_leaves_no_mark(recipe, monkeypatch):
 def test_a_failing_cast_in_forward_leaves_no_mark(recipe, n, first, monkeypatch):
     fresh, layer = pair(recipe)
     x, _ = batch(0)
-    x = x if recipe == "fp8-delayed" else 1000 * x
+    x = x if is_stateful(recipe) else 1000 * x
     with monkeypatch.context() as patch:
         fail_at(patch, "cast", n)
         with pytest.raises(OutOfMemory):
@@ -140,7 +141,7 @@ def test_a_half_refreshed_cache_is_not_trusted(recipe, n, monkeypatch):
         found = run(layer, x, dy, is_first_microbatch=False)
     except ValueError:  # said to be stale: right as well
         found = run(layer, x, dy, is_first_microbatch=True)
-    if recipe not in ("nvfp4",):
+    if not is_stochastic(recipe):
         assert_result(found, expected(recipe, x, layer.weight, layer.bias, dy))
     else:
         assert_same(found.y, expected(recipe, x, layer.weight, layer.bias, dy, seed=torch.tensor([1, 1])).y)

@@ -5,8 +5,8 @@ import torch
 
 import octavo
 from octavo.recipes import SHIPPED
-from tests.support.linear_oracle import QUANTIZED, make, spiky
-from tests.support.recipe_traits import stored_bytes
+from tests.support.linear_oracle import make, spiky
+from tests.support.recipe_traits import QUANTIZED, stored_bytes
 from tests.support.saved_bytes import Saved
 
 M, N, K = 256, 128, 128

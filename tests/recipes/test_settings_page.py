@@ -9,6 +9,7 @@ import pytest
 
 import octavo
 from octavo.recipes import SHIPPED
+from tests.support.recipe_traits import QUANTIZED
 
 PAGE = Path(octavo.__file__).parents[1] / "docs" / "recipe-settings.md"
 COMMON = "Settings of every recipe but bf16"
@@ -41,7 +42,7 @@ def test_every_field_is_on_the_page_and_no_other(name):
     assert set(on_the_page(name)) == fields
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "bf16"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_defaults_and_values_are_those_of_the_class(name):
     for setting, (default, values) in on_the_page(name).items():
         assert octavo.recipe(f"{name}({written(setting, default)})") == octavo.recipe(name), setting
@@ -50,7 +51,7 @@ def test_defaults_and_values_are_those_of_the_class(name):
             assert other != octavo.recipe(name), (setting, value)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "bf16"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_all_values_of_the_settings_of_a_recipe_fit_each_other(name):
     """So that no combination names quantizers that no GEMM takes together."""
     own = tables()[name]

@@ -8,7 +8,8 @@ from torch import nn
 
 import octavo
 from tests.support.compiled_twins import K, M, N, assert_step, batch, graphs, quantizing, stepped
-from tests.support.linear_oracle import QUANTIZED, assert_same, graphs_of, make, spec_of, spiky
+from tests.support.linear_oracle import assert_same, graphs_of, make, spec_of, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.same_tensors import assert_same as assert_same_codes
 from tests.support.steps import assert_state, compiled
 

@@ -27,7 +27,8 @@ from tests.support.captured_twins import (
     same_microbatches,
     twins,
 )
-from tests.support.linear_oracle import QUANTIZED, assert_same, graphs_of, make
+from tests.support.linear_oracle import assert_same, graphs_of, make
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.steps import assert_equal, assert_state, update
 
 pytestmark = pytest.mark.gpu

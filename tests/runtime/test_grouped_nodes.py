@@ -40,6 +40,7 @@ from tests.support.experts import (
     step,
 )
 from tests.support.linear_oracle import OTHERS, assert_same
+from tests.support.recipe_traits import is_stateful
 from tests.support.recorded_operators import hides_writes, recorded, without_gradients
 from tests.support.same_tensors import facts
 from tests.support.state_tensors import named_state
@@ -121,7 +122,7 @@ def test_one_node_forward_and_one_backward_for_each_layer(recipe, layout):
     leaf = x.clone().requires_grad_()
     torch.compile(layer, fullgraph=True, backend=found)(leaf, sizes()).sum().backward()
     assert found.ours == {"forward": ["run", "run"], "backward": ["run_bwd", "run_bwd"]}
-    allowed = VIEWS | (FOLDS if recipe == "fp8-delayed" else set()) | (STACKS if layout == "per group" else set())
+    allowed = VIEWS | (FOLDS if is_stateful(recipe) else set()) | (STACKS if layout == "per group" else set())
     assert found.others["forward"] <= allowed
     assert found.others["backward"] <= allowed | {"aten.expand.default"}  # the sum's
 
@@ -166,7 +167,7 @@ def test_into_a_buffer_two_nodes_are_traced_and_the_one_without_values_is_not_ru
     assert found.traced == ["run_into", "attach"]
     assert found.ours == {"forward": ["run_into"], "backward": ["run_bwd"]}
     # a mutated input is brought home by a copy_, which Inductor leaves out; a slice of nothing says where it is
-    rest = found.others["forward"] - VIEWS - {"aten.detach.default"} - (FOLDS if recipe == "fp8-delayed" else set())
+    rest = found.others["forward"] - VIEWS - {"aten.detach.default"} - (FOLDS if is_stateful(recipe) else set())
     assert rest <= {"aten.copy_.default", "aten.as_strided.default", "aten.slice.Tensor"}, rest
     assert found.others["backward"] <= VIEWS
 

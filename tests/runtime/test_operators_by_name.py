@@ -25,7 +25,8 @@ from octavo.recipes import SHIPPED
 from octavo.runtime import digest as sources_digest
 from tests.support import steps
 from tests.support.compiled_twins import quantizing
-from tests.support.linear_oracle import QUANTIZED, assert_same, graphs_of, make, spiky
+from tests.support.linear_oracle import assert_same, graphs_of, make, spiky
+from tests.support.recipe_traits import QUANTIZED, is_stateful
 from tests.support.recorded_operators import recorded
 from tests.support.steps import assert_state, compiled
 
@@ -123,7 +124,7 @@ def test_one_node_forward_and_one_backward(recipe):
     assert [n for n in backward if "octavo" in n] == ["octavo.run_bwd.default"]
     views = {"aten.view.default", "aten.unbind.int"}  # of buffers: no kernels
     rest = {n for n in forward + backward if "octavo" not in n and "getitem" not in n}
-    assert rest == (views if recipe == "fp8-delayed" else set())
+    assert rest == (views if is_stateful(recipe) else set())
 
 
 @quantized
@@ -368,7 +369,7 @@ def test_the_ops_pass_opcheck(recipe):
     layer = make(recipe)
     x = batch(0)[0].requires_grad_()
     inputs = linear_layer.Inputs(x, layer.weight, layer.bias,
-        scaling=layer._scaling.of_call(layer)[0] if recipe == "fp8-delayed" else ())  # fmt: skip
+        scaling=layer._scaling.of_call(layer)[0] if is_stateful(recipe) else ())  # fmt: skip
     key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',"
     key += "wants_dx=True,wants_dw=True,wants_db=True)"
     seed = layer._hidden._buffers.get("rounding_seed")

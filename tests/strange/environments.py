@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from octavo.recipes import SHIPPED
 from tests.strange import events, states
 from tests.strange.layers import Layer
 from tests.strange.run import Run
 from tests.strange.states import DEFAULTS, GPU_DEFAULTS, WITHOUT_GRADIENTS, Enter
+from tests.support.recipe_traits import is_stochastic
 
 Event = Callable[[Run], object]
 During = Callable[[Run], AbstractContextManager[Any]]
@@ -89,7 +91,8 @@ FUSED = ("LayerNorm[LM]*", "residual block", "run with dropout", "MoE*", "Expert
 PER_PART = ("converted experts of *", "Linear, weight cached", *LOCAL)  # refuse a parametrization, or a shard
 DROPOUT = ("run with dropout", "Dropout")  # all threads draw from one generator
 GRAPHLESS = ("quantizers", "GroupedLinear, sizes in a list", "GroupedLinear, caller's buffers")  # no graph takes these
-DRAWN = "*-nvfp4"  # backward counts what it drew for stochastic rounding
+# backward counts what it drew for stochastic rounding
+DRAWN = tuple(f"*-{name}" for name in SHIPPED if is_stochastic(name))
 
 # faults that are known, each to be taken out with its cause
 WEAK = "Linear, weight cached"  # the cache has weak references to weights, and torch swaps no such tensor
@@ -113,7 +116,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     # a step that fails, and is repeated
     between_steps("failure in forward", events.fails_in_forward, REPEATED, ROUTING),
     between_steps("failure of backward", events.fails_in_backward, REPEATED, ROUTING),
-    between_steps("failure after backward", events.fails_after_backward, REPEATED, ROUTING, DRAWN),
+    between_steps("failure after backward", events.fails_after_backward, REPEATED, ROUTING, *DRAWN),
     # copies, averages and conversions
     between_steps("deepcopy", events.deep_copied, VERSIONS, MAIN_GRAD),
     between_steps("pickle", events.pickled, VERSIONS, TITAN),

@@ -20,6 +20,7 @@ from octavo.recipes import SHIPPED
 from tests.strange.layers import BY_NAME, Draw, K, N, Place, Subclass
 from tests.strange.run import Record, Run, kept, seed_torch
 from tests.strange.states import Enter
+from tests.support.recipe_traits import QUANTIZED
 
 MODEL = BY_NAME["converted linears"]
 Call = Callable[[Enter, str, str, Path], Record]  # of a context, a recipe, a device and an empty folder
@@ -207,7 +208,6 @@ def stepped(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
     return run.finish()
 
 
-QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
 FUNCTIONS: tuple[Function, ...] = (
     Function("doctor.probe", probed),
     # it reports all recipes, and fast paths that a process decides when it first needs them

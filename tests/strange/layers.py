@@ -13,6 +13,7 @@ import octavo
 from octavo import moe, ops
 from octavo.recipes import SHIPPED
 from tests.support.dispatched_experts import Config, Gated
+from tests.support.recipe_traits import is_stateful, is_stochastic
 from tests.support.titan_experts import GroupedExperts
 
 K, N, ROWS = 144, 80, 72  # no multiples of 128
@@ -24,7 +25,9 @@ SETTINGS = ("fp8-rowwise(pow2=False)", "fp8-block(scale='fp32')", "nvfp4(stochas
 RECIPES = (*SHIPPED, *SETTINGS)
 UNQUANTIZED = ("bf16",)  # for operations that have no recipe
 QUANTIZED = tuple(name for name in RECIPES if name not in UNQUANTIZED)
-STATELESS = tuple(name for name in RECIPES if name not in ("fp8-delayed", "nvfp4"))  # a function keeps no state
+STATELESS = tuple(
+    name for name in RECIPES if not is_stateful(name) and not is_stochastic(name)
+)  # a function keeps no state
 
 
 class Draw:

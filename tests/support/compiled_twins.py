@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 import octavo
 from octavo.recipes import SHIPPED
 from tests.support import steps
-from tests.support.linear_oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.linear_oracle import assert_same, make, spiky
+from tests.support.recipe_traits import QUANTIZED
 
 K, N, M = 48, 40, 24
 ALL_RECIPES = len(SHIPPED)

@@ -12,7 +12,8 @@ from torch import nn
 import octavo
 from octavo.ops import grouped_linear_layer
 from octavo.recipes import SHIPPED
-from tests.support.linear_oracle import QUANTIZED, assert_same, randn, spiky
+from tests.support.linear_oracle import assert_same, randn, spiky
+from tests.support.recipe_traits import QUANTIZED, STATELESS
 from tests.support.state_tensors import named_state
 
 G, K, N = 3, 48, 40
@@ -20,7 +21,6 @@ SPLITS, SPARE = (30, 0, 17), 6
 USED = sum(SPLITS)
 ROWS = USED + SPARE
 NAN = float("nan")
-STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "nvfp4")
 TURNED = ("fp8-current",)  # one scale for a group: its codes turned around are those of its columns
 LAYOUTS = {"single": {}, "per group": {"single_grouped_weight": False, "single_grouped_bias": False}}

@@ -12,12 +12,10 @@ from torch import Tensor
 
 import octavo
 import octavo.quant as Q
-from octavo.recipes import SHIPPED
 
 F = np.float32
 CODES = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
-QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
 OVERRIDES = ("fprop='bf16'", "dgrad='bf16'", "wgrad='bf16'", "backward='high_precision'", "backward='dequantized'")
 OTHERS = (  # settings that change which codes are made, beyond each recipe's defaults
     "fp8-current(pow2=True)",

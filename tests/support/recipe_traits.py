@@ -5,9 +5,41 @@ A recipe that is added gets its expectations here, and needs no line of its own 
 
 import octavo
 from octavo.formats import E4M3, E5M2
+from octavo.recipes import SHIPPED
+from octavo.recipes.recipe import GEMMS
 
 ERROR = {E4M3: 0.045, E5M2: 0.07}  # of a product whose worse operand has this format
 E2M1_ERROR, E2M1_STOCHASTIC_ERROR = 0.17, 0.20
+
+
+def is_stateful(recipe):
+    """Whether a layer of this recipe scales by the amaxes of earlier steps."""
+    return octavo.recipe(recipe).stateful
+
+
+def is_stochastic(recipe):
+    """Whether each backward rounds by random numbers of its own."""
+    return octavo.recipe(recipe).linear().is_stochastic
+
+
+def has_four_bits(recipe, gemms=GEMMS):
+    """Whether one of these GEMMs multiplies codes of four bits."""
+    quant = octavo.recipe(recipe).linear()
+    operands = [each for name in gemms for each in (getattr(quant, name).left, getattr(quant, name).right)]
+    return any(each is not None and each.fmt.packed > 1 for each in operands)
+
+
+def by_bits(*, unquantized, eight, four, gemms=GEMMS):
+    """A bound for each recipe, by the narrowest codes that these GEMMs multiply."""
+    return {
+        name: unquantized if name not in QUANTIZED else four if has_four_bits(name, gemms) else eight
+        for name in SHIPPED
+    }
+
+
+QUANTIZED = tuple(name for name in SHIPPED if octavo.recipe(name).linear().quantizes_weight)
+STATELESS = tuple(name for name in QUANTIZED if not is_stateful(name))
+WITHOUT_BUFFERS = tuple(name for name in SHIPPED if not is_stateful(name) and not is_stochastic(name))
 
 
 def gemm_error(recipe, gemm):
@@ -28,7 +60,7 @@ def fused_error(recipe):
     quant = recipe.linear()
     if quant.fprop.left is None:
         return 1e-5
-    if quant.fprop.left.fmt.packed > 1:
+    if has_four_bits(recipe):
         return 0.5
     if recipe.stateful:
         return 0.35

@@ -14,15 +14,16 @@ from octavo import ops
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.recipes import SHIPPED
 from tests.support.activation_formulas import FORMULAS, applied
-from tests.support.linear_oracle import QUANTIZED, randn, spiky
+from tests.support.linear_oracle import randn, spiky
+from tests.support.recipe_traits import QUANTIZED, by_bits
 from tests.support.state_tensors import named_state
 from tests.support.steps import assert_equal, relative_error, step
 
 H, FFN, M = 32, 48, 24  # hidden, feed-forward, tokens
 
 # relative error, root of the mean square, that y and gradients of a chain of two layers may have against float64
-Y_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.1), "nvfp4": 0.5}
-GRAD_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.16), "nvfp4": 0.7}
+Y_ERROR = by_bits(unquantized=1e-5, eight=0.1, four=0.5, gemms=("fprop",))
+GRAD_ERROR = by_bits(unquantized=1e-5, eight=0.16, four=0.7)
 FUSED_AT_ONCE = {
     "fp8-delayed": "fp8-delayed(cold_start='one')"
 }  # for tests of one step: the first is as later ones are

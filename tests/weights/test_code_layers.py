@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.weights.quantized_weight import QuantizedWeight
-from tests.support.linear_oracle import QUANTIZED, assert_same
+from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import QUANTIZED
 
 K, N = 64, 96
 SIZES = torch.tensor([10, 0, 14])

@@ -8,7 +8,8 @@ import torch
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
-from tests.support.linear_oracle import OTHERS, QUANTIZED, assert_same
+from tests.support.linear_oracle import OTHERS, assert_same
+from tests.support.recipe_traits import QUANTIZED
 
 SHAPES = [(256, 384), (200, 272), (3, 256, 384), (2, 130, 48)]  # aligned and padded, dense and in groups
 FP8 = torch.float8_e4m3fn

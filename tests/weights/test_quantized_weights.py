@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig
-from tests.support.linear_oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.linear_oracle import assert_same, make, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.state_tensors import named_state
 
 K, N, G = 48, 40, 3

@@ -8,7 +8,8 @@ from torch import nn
 
 import octavo
 from octavo.quant.scale_blocks import are_transposed
-from tests.support.linear_oracle import QUANTIZED, assert_same
+from tests.support.linear_oracle import assert_same
+from tests.support.recipe_traits import QUANTIZED
 
 # bytes a weight; the scales of 1x32 blocks alone are 1/32, those of 1x16 blocks of 4-bit codes 1/16 of a code's byte
 BYTES = {"mxfp8": 1.032, "nvfp4": 0.52}

@@ -12,7 +12,8 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.weights import optimizer_hooks
 from tests.support.compiled_twins import graphs, refused
-from tests.support.linear_oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.linear_oracle import assert_same, make, spiky
+from tests.support.recipe_traits import QUANTIZED
 from tests.support.steps import compiled
 
 X = spiky(24, 48, seed=7)

@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from octavo.recipes import SHIPPED
+from tests.support.recipe_traits import QUANTIZED
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3),
@@ -29,7 +29,6 @@ OPTIMIZERS = {
 }
 
 
-QUANTIZING = [recipe for recipe in SHIPPED if str(recipe) != "bf16"]
 OPTIMIZERS = {name: make for name, make in OPTIMIZERS.items() if hasattr(torch.optim, name.split()[0])}
 
 
@@ -191,7 +190,7 @@ def test_a_layer_with_a_recipe_that_quantizes_nothing_stays_plain():
         octavo.quantized_init("bf16")
 
 
-@pytest.mark.parametrize("recipe", QUANTIZING)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_the_first_step_takes_the_initial_values_that_were_preserved(recipe):
     torch.manual_seed(0)
     with octavo.quantized_init(recipe, preserve_high_precision=True):
@@ -232,7 +231,7 @@ def set_values(layer, values):
 
 
 @pytest.mark.parametrize("write", [load, set_values])
-@pytest.mark.parametrize("recipe", QUANTIZING)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_weights_that_were_loaded_are_not_replaced_by_the_preserved_initial_values(recipe, write):
     with octavo.quantized_init(recipe, preserve_high_precision=True):
         layer = octavo.Linear(48, 40, bias=False)

@@ -15,21 +15,13 @@ from octavo.recipes import SHIPPED
 from octavo.weights import cache as weights
 from octavo.weights import optimizer_hooks as optimizers
 from tests.support.experts import addresses
-from tests.support.linear_oracle import (
-    QUANTIZED,
-    assert_same,
-    check,
-    expected,
-    make,
-    run,
-    spiky,
-)
+from tests.support.linear_oracle import assert_same, check, expected, make, run, spiky
+from tests.support.recipe_traits import QUANTIZED, STATELESS
 from tests.support.state_tensors import named_state
 from tests.support.steps import batch
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 stateless = pytest.mark.parametrize("recipe", STATELESS)
 
 
