@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import Unsupported, UnsupportedConfig
+from octavo.inspection.page_file import is_device, real, write
 from octavo.text import printable
 
 Report = dict[str, Any]
@@ -142,46 +143,12 @@ def check(target: str, option: str = "--json") -> None:
             raise UnsupportedConfig(f"{option} writes into a folder that exists, got {target}. Make it first.")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if not _is_device(path):
-            tempfile.TemporaryFile(dir=_real(path).parent).close()  # as `write` will do
+        if not is_device(path):
+            tempfile.TemporaryFile(dir=real(path).parent).close()  # as `write` will do
     except OSError as error:
         raise UnsupportedConfig(
             f"{option} cannot be written to {target}: {error.strerror}. Name another file."
         ) from None
-
-
-def write(path: Path, text: str) -> None:
-    """Replace the file atomically: readers see the old text or the new, and a failure leaves the old one."""
-    if _is_device(path):
-        path.write_text(text)
-        return
-    path = _real(path)
-    handle, name = tempfile.mkstemp(prefix=".octavo-", dir=path.parent)
-    try:
-        with open(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-def _is_device(path: Path) -> bool:
-    """Return whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
-    return path.exists() and (not path.is_file() or path.is_relative_to("/dev"))
-
-
-def _real(path: Path) -> Path:
-    """Return the file that a link points to, so that the link stays a link."""
-    return Path(os.path.realpath(path))
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager

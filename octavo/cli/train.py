@@ -16,7 +16,8 @@ gets the recipe of the first rule that matches it, and a table shows how many la
                held-out text that one expert got
 
 --html FILE writes a page with the curves, what the recipe did to the tensors of each layer at sampled steps, time and
-memory, and the environment: one file, nothing else needed.
+memory, and the environment: one file, nothing else needed. With --every N it looks at the tensors every N steps, and
+rewrites the page each time, with their numbers by step.
 
 --out DIR saves all runs: weights by plain names, in safetensors files, and all that --resume needs to go on bit for
 bit. Ctrl-C then ends the step, saves, and prints the command that resumes. A recipe that DIR does not have yet starts
@@ -121,6 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html", default=None, metavar="FILE",
         help="also write a page to FILE; default: DIR/report.html with --out DIR, else none",
     )  # fmt: skip
+    parser.add_argument(
+        "--every", type=options.count, default=None, metavar="N",
+        help="with a page: look at the tensors, and rewrite it, every N steps; default: look four times",
+    )  # fmt: skip
     saves.add_arguments(parser, options.count)
     split_model.add_arguments(parser)
 
@@ -132,7 +137,10 @@ def _sizes(name: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     subjects = subjects_of(arguments)
-    plan = plan_of(arguments, samples=0 if _page_of(arguments) is None else SAMPLES)
+    page_at = _page_of(arguments)
+    if arguments.every is not None and page_at is None:
+        raise UnsupportedConfig("--every N rewrites the page of the run, and there is none. Pass --html FILE too.")
+    plan = plan_of(arguments, samples=0 if page_at is None else SAMPLES)
     with split_model.first_rank_speaks(plan.ranks, arguments):
         return _report(arguments, plan, subjects)
 
@@ -149,7 +157,8 @@ def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) 
     page_at, command = _page_of(arguments), output.command_line(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
     try:
-        report = output.produce(partial(compare, plan, subjects, saved, command), render, arguments.json)
+        live = page_at if plan.every is not None else None
+        report = output.produce(partial(compare, plan, subjects, saved, command, live), render, arguments.json)
     except output.Interrupted as stop:
         said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
@@ -172,7 +181,7 @@ def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
     ranks = split_model.start(arguments, device)
     return Plan(
         arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape, arguments.data,
-        samples if ranks is None else 0, ranks,
+        samples if ranks is None else 0, arguments.every, ranks,
     )  # fmt: skip
 
 
@@ -206,8 +215,11 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, command: str, report: dict[str, Any]) -> None:
-    """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps."""
+def compare(
+    plan: Plan, subjects: Sequence[Subject], saved: Saves | None, command: str, live: str | None, report: dict[str, Any]
+) -> None:
+    """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps. `live` is the
+    file of a page that is rewritten after each sample."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     report["command"] = command
     report["routes"] = [row for subject in subjects for row in routes(subject, plan.device)]
@@ -218,8 +230,14 @@ def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, comman
     def outcome(name: str, folder: str, chosen: Recipe | Policy | None, add: Any) -> Any:
         losses: list[Tensor] = []
         keeper = None if saved is None else Keeper(saved, folder, settings_of(plan, name, chosen), plan.steps)
+
+        def so_far(losses: list[Tensor], samples: list[dict[str, Any]]) -> None:
+            run = {"recipe": name, "loss": None, "losses": torch.stack(losses).tolist(), "numerics": list(samples),
+                   "running": True}  # fmt: skip
+            _write_live(report, run, live)
+
         try:
-            found = train(plan, chosen, name=name, show=True, losses=losses, keeper=keeper)
+            found = train(plan, chosen, name=name, show=True, losses=losses, keeper=keeper, sampled=so_far)
         except KeyboardInterrupt:
             if losses:
                 add({"recipe": name, "loss": None, "losses": torch.stack(losses).tolist()})
@@ -235,6 +253,13 @@ def compare(plan: Plan, subjects: Sequence[Subject], saved: Saves | None, comman
             "gap_percent": gap(found, baseline),
             "gap_noise_percent": gap_noise(found, baseline),
         }
+
+
+def _write_live(report: dict[str, Any], run: dict[str, Any], live: str | None) -> None:
+    """Write the page with a run that has not ended."""
+    if live is not None:
+        runs = {"recipes": [*report["recipes"], run]} if "bf16" in report else {"bf16": run, "recipes": []}
+        output.write(Path(live), page.render({**report, **runs, "running": True}))
 
 
 def tried(plan: Plan, policy: Policy) -> dict[str, Any]:

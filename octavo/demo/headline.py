@@ -10,7 +10,7 @@ from octavo.inspection.webpage import Card, joined, link
 
 SEED_NOISE = 0.5  # percent: how far another seed moves the gap of a small model after the default's 200 steps
 FEW_STEPS = 200  # below which seeds differ by more
-ABOVE, WITHIN, BELOW, LOST, STOPPED = "above", "within", "below", "diverged", "stopped"
+ABOVE, WITHIN, BELOW, LOST, STOPPED, RUNNING = "above", "within", "below", "diverged", "stopped", "running"
 MEASURED = (ABOVE, WITHIN, BELOW)
 SENTENCES: dict[str, Callable[[str, bool], str]] = {
     LOST: lambda names, many: f"{names} diverged: the loss is not finite",
@@ -18,6 +18,7 @@ SENTENCES: dict[str, Callable[[str, bool], str]] = {
     WITHIN: lambda names, many: f"{names} {'end' if many else 'ends'} within seed noise of bf16",
     BELOW: lambda names, many: f"{names} {'end' if many else 'ends'} below bf16 by more than seed noise",
     STOPPED: lambda names, many: f"{names} {'were' if many else 'was'} interrupted",
+    RUNNING: lambda names, many: f"{names} still train{'' if many else 's'}",
 }
 CARDS = {
     LOST: ("look", "diverged"),
@@ -25,12 +26,15 @@ CARDS = {
     WITHIN: ("ok", f"within seed noise (± {SEED_NOISE} %)"),
     BELOW: ("ok", f"below by more than seed noise (± {SEED_NOISE} %)"),
     STOPPED: ("look", "interrupted"),
+    RUNNING: ("", "still training"),
 }
 
 
 def outcome(run: dict[str, Any]) -> str:
     """Return how a run ended beside the baseline: a gap counts if it is beyond what another seed, or twice the standard
     error over the held-out text, would move it."""
+    if run.get("running"):
+        return RUNNING
     if run["loss"] is None or run.get("gap_percent") is None:
         return STOPPED
     if not math.isfinite(run["gap_percent"]):
@@ -43,6 +47,8 @@ def headline(runs: Sequence[dict[str, Any]]) -> str:
     """Return the sentence for all runs, the baseline first."""
     base, *others = runs
     if not others:
+        if base.get("running"):
+            return "bf16 still trains"
         ended = base["loss"] is not None
         return f"bf16 ended at a loss of {base['loss']:.4f}" if ended else "bf16 was interrupted"
     said = []

@@ -12,14 +12,19 @@ from torch import Tensor, nn
 
 from octavo.demo.gpt import loss_of
 from octavo.inspection.inspect import inspect
+from octavo.inspection.picture import worst_of
 from octavo.model.layer_lookup import layers
+
+PICTURED = 2  # tensors of a sample
 
 
 class Sampler:
-    """Inspect a model at so many of its steps, evenly spaced, the last one among them."""
+    """Inspect a model at so many of its steps, evenly spaced, or at each `every`th; the last one is among them."""
 
-    def __init__(self, steps: int, count: int) -> None:
+    def __init__(self, steps: int, count: int, every: int | None = None) -> None:
         self.at = {max(1, round(steps * n / count)) for n in range(1, count + 1)}
+        if every is not None and count:
+            self.at = {*range(every, steps + 1, every), steps}
         self.samples: list[dict[str, Any]] = []
         self.kept_mib: float | None = None
         self._batch: Tensor | None = None
@@ -49,7 +54,7 @@ class Sampler:
 
 def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
     """Return the numbers of `octavo.inspect` over one forward and backward of a copy: by layer, tensor and name, with
-    what is wrong in sentences."""
+    what is wrong in sentences, and the histograms of the worst tensors."""
     with _apart(batch):
         subject = copy.deepcopy(model)
         with inspect(subject) as report:
@@ -57,7 +62,8 @@ def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
         found: dict[str, dict[str, dict[str, float]]] = {}
         for row in report.rows():
             found.setdefault(row.layer, {})[row.tensor] = row.numbers()
-        return {"layers": found, "findings": report.findings()}
+        worst = [one._asdict() for one in worst_of(*report._results(), PICTURED)]
+        return {"layers": found, "findings": report.findings(), "worst": worst}
 
 
 def bytes_kept(model: nn.Module, batch: Tensor) -> int:

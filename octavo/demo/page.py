@@ -10,7 +10,22 @@ from octavo.demo.headline import ABOVE, LOST, card, caution, headline, outcome
 from octavo.demo.train_text import gap_text, runs_of
 from octavo.inspection.charts import Curve, figure
 from octavo.inspection.heat import HeatMap, Sample, scale
-from octavo.inspection.webpage import Markup, cards, document, folded, heading, named, paragraph, table, try_next
+from octavo.inspection.inspection_page import RELOAD, RUNNING
+from octavo.inspection.picture import from_plain, pictures
+from octavo.inspection.provenance import provenance
+from octavo.inspection.timeline import timelines
+from octavo.inspection.webpage import (
+    Markup,
+    cards,
+    document,
+    folded,
+    heading,
+    named,
+    paragraph,
+    section,
+    table,
+    try_next,
+)
 
 SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
@@ -38,24 +53,33 @@ def render(report: dict[str, Any]) -> str:
     heats = {run["recipe"]: _heat(place, run) for place, run in enumerate(runs) if run.get("numerics")}
     ended = [run for run in runs if run["loss"] is not None]
     title = f"Training loss by step, mean over {100 * SMOOTH:.0f} % of the steps"
+    maps = [part for run in runs if run["recipe"] in heats for part in _numerics(run, heats[run["recipe"]], colours)]
+    running = bool(report.get("running"))
     parts = [
-        paragraph(_head(report), soft=True),
+        *((paragraph(RUNNING),) if running else ()),
         *((paragraph(caution(plan["steps"])),) if others else ()),
-        *((cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),) if others else ()),
-        heading("Loss"),
-        *(_gaps(runs, colours) if others else ()),
-        figure(losses, title, "nats per byte"),
-        _summary(runs, colours),
-        *((heading("What the recipe does to each layer"), paragraph(NUMERICS, soft=True), scale()) if heats else ()),
-        *(part for run in runs if run["recipe"] in heats for part in _numerics(run, heats[run["recipe"]], colours)),
-        _next(others, plan, report.get("policies", {})),
+        cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),
+        section(
+            "Loss",
+            *(_gaps(runs, colours) if others else ()),
+            figure(losses, title, "loss, nats per byte"),
+            _summary(runs, colours),
+        ),
+        *(
+            (section("What the recipe does to each layer", paragraph(NUMERICS, soft=True), scale(), *maps),)
+            if heats
+            else ()
+        ),
+        *(_steps(run, heats[run["recipe"]]) for run in runs if plan.get("every") and run["recipe"] in heats),
+        *(_worst(run) for run in runs if run.get("numerics")),
+        *(() if running else (_next(others, plan, report.get("policies", {})),)),
         *(_cost(ended, colours, plan) if ended else ()),
         *(part for run in runs if run.get("load") for part in _load(run)),
         *(_routes(report["routes"]) if report.get("routes") else ()),
         *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
-        folded("How it was made", table((), _settings(plan, report["machine"]), words=True)),
+        folded("All settings", table("All settings", (), _settings(plan, report["machine"]), words=True)),
     ]
-    return document(headline(runs), parts)
+    return document(headline(runs), _made(report, runs), parts, reload=RELOAD if running else 0)
 
 
 def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> Markup:
@@ -80,14 +104,20 @@ def _model(plan: dict[str, Any]) -> str:
     return "A GPT with experts" if plan["shape"].get("mixture") else MODELS[plan["shape"]["family"]]
 
 
-def _head(report: dict[str, Any]) -> str:
+def _made(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Markup:
     facts, plan = report["machine"], report["plan"]
-    said = f"{_model(plan)}, {plan['steps']} steps of {plan['batch']} × {plan['shape']['context']} bytes, "
-    said += f"seed {plan['seed']}, on {facts['gpu'] or 'a CPU'}"
-    said += ", compiled" if plan["compile"] else ""
-    said += f". octavo {facts['octavo']}, torch {facts['torch']}"
-    said += f": {report['command']}" if report.get("command") else ""
-    return said + (". Interrupted." if report.get("interrupted") else ".")
+    shape = plan["shape"]
+    width = f" of {shape['layers']} layers of {shape['width']} features" if "width" in shape else ""
+    steps = f"{plan['steps']} steps of {plan['batch']} × {shape['context']} bytes, seed {plan['seed']}"
+    triton = f", triton {facts['triton']}" if facts.get("triton") else ""
+    return provenance(
+        model=f"{_model(plan)}{width}" + (", compiled" if plan["compile"] else ""),
+        recipes=", ".join(run["recipe"] for run in runs),
+        measured=steps + (". Interrupted." if report.get("interrupted") else ""),
+        device=facts["gpu"] or "a CPU",
+        made_with=f"octavo {facts['octavo']}, torch {facts['torch']}{triton}",
+        command=report.get("command", ""),
+    )
 
 
 def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -111,7 +141,7 @@ def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Marku
         above.append(Curve(run["recipe"], values, colours[run["recipe"]], band))
     title = f"Training loss above {runs[0]['recipe']} by step, running means"
     said = [NOISE, *([BAND] if any(curve.with_band() for curve in above) else []), RANKING]
-    return [figure(above, title, "percent", zero=True), paragraph(" ".join(said), soft=True)]
+    return [figure(above, title, "above bf16, percent", zero=True), paragraph(" ".join(said), soft=True)]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -146,15 +176,15 @@ def _reaches(steps: int, whole: int | None = None) -> list[tuple[int, int]]:
 def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
     rows = []
     for run in runs:
-        ended = run["loss"] is not None
+        ended, reached = run["loss"] is not None, len(run["losses"])
         rows.append([
             named(colours[run["recipe"]], run["recipe"]),
-            f"{run['loss']:.4f}" if ended else f"interrupted after step {len(run['losses'])}",
+            f"{run['loss']:.4f}" if ended else f"{'at' if run.get('running') else 'interrupted after'} step {reached}",
             gap_text(run),
             f"{run['losses'][-1]:.4f}",
             f"{run['tokens_per_s']:.0f}" if ended else "",
         ])  # fmt: skip
-    return table(("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows)
+    return table("How the runs ended", ("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows)
 
 
 def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> list[Markup]:
@@ -172,7 +202,8 @@ def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[st
         for run in runs
     ]
     header = ("recipe", "a step", "first step", "all steps", "kept", "peak")
-    return [heading("Time and memory"), table(header, rows), paragraph(MEMORY, soft=True)]
+    name = "Time and memory"
+    return [section(name, table(name, header, rows), paragraph(MEMORY, soft=True))]
 
 
 def _time(seconds: float | None) -> str:
@@ -187,13 +218,14 @@ def _load(run: dict[str, Any]) -> list[Markup]:
     """Return a table of the share of the held-out text that each expert of each layer got."""
     rows = [[f"layer {n}", *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
-    return [heading(f"Load of the experts: {run['recipe']}"), table(["", *experts], rows)]
+    name = f"Load of the experts: {run['recipe']}"
+    return [section(name, table(name, ["", *experts], rows))]
 
 
 def _routes(routes: Sequence[dict[str, str]]) -> list[Markup]:
     header = ("recipe", "fprop", "dgrad", "wgrad")
     rows = [[row[name] for name in header] for row in routes]
-    return [heading("What ran how"), table(header, rows), paragraph(WHERE, soft=True)]
+    return [section("What ran how", table("What ran how", header, rows), paragraph(WHERE, soft=True))]
 
 
 def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
@@ -203,20 +235,36 @@ def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
         for number, (rule, count) in enumerate(zip(policy["rules"], policy["layers"], strict=True), 1)
     ]
     notes = [paragraph(note, soft=True) for note in policy["notes"]]
-    return [heading(f"Rules of {name}"), table(("rule", "", "layers"), rows), *notes]
+    title = f"Rules of {name}"
+    return [section(title, table(title, ("rule", "", "layers"), rows), *notes)]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
+def _samples(run: dict[str, Any]) -> list[Sample]:
+    return [Sample(sample["step"], sample["layers"]) for sample in run["numerics"]]
+
+
+def _steps(run: dict[str, Any], heat: HeatMap) -> Markup:
+    return timelines(_samples(run), heat)
+
+
+def _worst(run: dict[str, Any]) -> Markup:
+    """Return the pictures of a run's worst tensors at the last sampled step."""
+    found = [from_plain(one) for one in run["numerics"][-1].get("worst", ())]
+    return pictures(found, f"The worst tensors in {run['recipe']}")
+
+
 def _heat(place: int, run: dict[str, Any]) -> HeatMap:
-    samples = [Sample(sample["step"], sample["layers"]) for sample in run["numerics"]]
+    samples = _samples(run)
     found = list(dict.fromkeys(sentence for sample in run["numerics"] for sentence in sample["findings"]))
     return HeatMap(f"run{place}", samples, found)
 
 
 def _numerics(run: dict[str, Any], heat: HeatMap, colours: dict[str, str]) -> list[Markup]:
     """Return what is wrong in sentences, and the heat map of a run."""
-    steps = ", ".join(str(sample["step"]) for sample in run["numerics"])
+    at = [str(sample["step"]) for sample in run["numerics"]]
+    steps = ", ".join(at if len(at) <= 8 else [*at[:3], "…", at[-1]])
     title = heading(named(colours[run["recipe"]], f"{run['recipe']}, steps {steps}"), 3)
     return [title, heat.findings(), heat.html(f"Layers in {run['recipe']}, the worst first")]

@@ -63,6 +63,7 @@ class Plan:
     shape: Shape = SIZES["small"]
     data: str | None = None  # a file of text; None is the book that the package contains
     samples: int = 0  # steps at which the tensors of quantized layers are inspected
+    every: int | None = None  # in place of so many evenly spaced ones: the distance of these steps
     ranks: split_model.Ranks | None = None  # None in one process
 
     def __post_init__(self) -> None:
@@ -147,10 +148,12 @@ def train(
     losses: list[Tensor] | None = None,
     keeper: Keeper | None = None,
     ended: Callable[[nn.Module], None] | None = None,
+    sampled: Callable[[list[Tensor], list[dict[str, Any]]], None] | None = None,
 ) -> Outcome:
     """Train from fresh weights, or from those that `keeper` has, and return the loss on the held-out text with the
     rest of the outcome. None is the baseline: the model as it is. Each step appends its loss to `losses`, so that the
-    caller has those of a run that is interrupted. `ended` gets the trained model."""
+    caller has those of a run that is interrupted. `ended` gets the trained model, `sampled`
+    the losses and samples so far, after each sample."""
     name = name or name_of(chosen)
     losses = [] if losses is None else losses
     text, held_out = corpus.load(plan.data)
@@ -164,7 +167,7 @@ def train(
             split_model.split(model, plan.ranks)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
-    sampler = Sampler(plan.steps, plan.samples)
+    sampler = Sampler(plan.steps, plan.samples, plan.every)
 
     def note(step: int, loss: Tensor) -> None:
         losses.append(loss)
@@ -174,6 +177,8 @@ def train(
         if sampler.due(step):
             with clock.stopped():
                 sampler.take(step, model)
+                if sampled is not None:
+                    sampled(losses, sampler.samples)
 
     run = None if keeper is None else SavedRun(keeper, losses, clock, sampler)
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)

@@ -132,7 +132,7 @@ def _numbers(steps: int, curves: Sequence[Curve]) -> Markup:
     """Return the table of some steps, the last one among them."""
     listed = sorted({max(1, round(steps * n / LISTED)) for n in range(1, LISTED + 1)})
     rows = [[str(step), *(curve.at(step) for curve in curves)] for step in listed]
-    return folded("The numbers", table(("step", *(curve.name for curve in curves)), rows))
+    return folded("The numbers", table("The numbers by step", ("step", *(curve.name for curve in curves)), rows))
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import copied
-from octavo.inspection.provenance import provenance, subject
-from octavo.inspection.steps import Loss, give_recipe, gradients_of, listed
+from octavo.inspection.inspect import inspect
+from octavo.inspection.page_file import write
+from octavo.inspection.picture import Histogram, pictures, worst_of
+from octavo.inspection.provenance import Subject, provenance, subject
+from octavo.inspection.steps import Batch, Loss, give_recipe, gradients_of, listed
 from octavo.inspection.webpage import (
     Card,
     Cell,
@@ -19,9 +23,10 @@ from octavo.inspection.webpage import (
     cards,
     document,
     folded,
-    heading,
     heat_map,
-    paragraph,
+    joined,
+    link,
+    section,
     shading,
     try_next,
 )
@@ -34,7 +39,7 @@ from octavo.text import columns, one_line
 
 ALL = "(all)"  # the row of all parameters together
 ALIKE = 1.1  # two errors whose ratio is less are alike: few batches do not tell them apart
-SHOWN = 16  # parameters that a page does not fold
+SHOWN, PICTURED = 16, 2  # parameters that a page does not fold; pictures of each recipe
 ERROR, COSINE = (0.05, 0.5), (0.999, 0.9)  # the values at which a cell is not and is fully shaded
 SHADING = "A cell is unshaded at an error of 5 % or a cosine of 0.999, and fully shaded at 50 % or 0.9."
 MEANING = (
@@ -74,13 +79,15 @@ class Comparison(NamedTuple):
         losses: the mean loss: unquantized, first recipe, second recipe.
         rows: a row for all parameters together, then one for each parameter, in the order of the model.
         subject: the model and its device, in words.
+        worst: of each recipe, the histograms of the tensors whose casts are worst, on the first batch.
     """
 
     recipes: tuple[str, str]
     batches: int
     losses: tuple[float, float, float]
     rows: tuple[ComparedRow, ...]
-    subject: str = ""
+    subject: Subject = Subject("A model", "")
+    worst: tuple[tuple[Histogram, ...], ...] = ()
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers as a flat dict, for loggers.
@@ -119,8 +126,7 @@ class Comparison(NamedTuple):
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     found.save_html(os.path.join(folder, "report.html"))
         """
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.html())
+        write(Path(path), self.html())
 
     def html(self, command: str = "") -> str:
         """Return the text of `save_html`.
@@ -136,21 +142,32 @@ class Comparison(NamedTuple):
             '<!DOCTYPE html>'
         """
         header, *rows = self._cells(self._ordered())
-        heat = [_heat_row(row, cells) for row, cells in zip(self._ordered(), rows, strict=True)]
-        parts = [
-            paragraph(provenance(self.subject or "A model", self._measured(), command), soft=True),
-            cards([self._card(place) for place in (0, 1)]),
-            heading("Gradients"),
-            shading(f"{SHADING} {MEANING}"),
-            heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1]),
+        heat = [
+            _heat_row(place, row, cells) for place, (row, cells) in enumerate(zip(self._ordered(), rows, strict=True))
         ]
+        maps = [heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1])]
         if rest := heat[SHOWN + 1 :]:
             said = f"{len(rest)} more parameters, whose errors differ less"
-            parts.append(folded(said, heat_map("The other gradients", header, rest)))
+            maps.append(folded(said, heat_map("The other gradients", header, rest)))
+        parts = [
+            cards([self._card(place) for place in (0, 1)]),
+            section("Gradients", shading(f"{SHADING} {MEANING}"), *maps),
+            *(
+                pictures(worst, f"The worst tensors in {name}")
+                for name, worst in zip(self._names(), self.worst, strict=False)
+            ),
+        ]
         said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
         target = command.split()[2] if command.startswith("octavo compare ") else "mymodule:example"
         commands = [f'octavo inspect {target} --recipe "{recipe}" --html inspect.html' for recipe in self.recipes]
-        return document(self._headline(), [*parts, try_next(said, commands)])
+        made = provenance(
+            model=self.subject.model,
+            recipes=" and ".join(self._names()),
+            measured=self._measured(),
+            device=self.subject.device,
+            command=command,
+        )
+        return document(self._headline(), made, [*parts, try_next(said, commands)])
 
     def __str__(self) -> str:
         return "\n".join([self._title(), "", *columns(self._cells(self._ordered()))])
@@ -181,7 +198,8 @@ class Comparison(NamedTuple):
                  f"{self.losses[0]:.5g} unquantized"]  # fmt: skip
         if rest:
             worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
-            lines.append(f"Worst: {one_line(worst.parameter)}, {(worst.first_error, worst.second_error)[place]:.1%}")
+            row = link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
+            lines.append(joined("Worst: ", row, f", {(worst.first_error, worst.second_error)[place]:.1%}"))
         return Card(self._names()[place], f"{error:.1%}", "error of the whole gradient", lines)
 
     def _measured(self) -> str:
@@ -207,12 +225,12 @@ class Comparison(NamedTuple):
         return first, f"{second} (2)" if first == second else second
 
 
-def _heat_row(row: ComparedRow, cells: Sequence[str]) -> HeatRow:
+def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> HeatRow:
     """Return a row of the page, from the text of its columns."""
     errors, cosines = (row.first_error, row.second_error), (row.first, row.second)
     shades = [0.0, *(_shade(value, COSINE) for value in cosines), *(_shade(value, ERROR) for value in errors), 0.0]
     name, *texts = cells
-    return HeatRow(one_line(name), [Cell(text, shade) for text, shade in zip(texts, shades, strict=True)])
+    return HeatRow(one_line(name), [Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}")
 
 
 def _shade(value: float, bounds: tuple[float, float]) -> float:
@@ -234,7 +252,7 @@ def compare(
 
     It runs three deep copies of the model: one in each recipe, and one unquantized. The model and torch's generators
     stay as they are; dropout draws the same numbers in all three. The weights are not updated between batches; delayed
-    scales are.
+    scales are. At the end the two copies run the first batch once more in `octavo.inspect`, for the page's pictures.
 
     Args:
         model: a module. Its quantized layers get the recipes; if it has no Octavo layer, `octavo.convert` makes them.
@@ -284,7 +302,18 @@ def compare(
     rows = [_row(name, numbers) for name, numbers in sums.items()]
     rows.sort(key=lambda row: row.parameter != ALL)  # the sum is known last, and comes first
     losses_of = (means[0], means[1], means[2])
-    return Comparison((name_of(recipes[1]), name_of(recipes[2])), len(runs), losses_of, tuple(rows), subject(model))
+    names_of = (name_of(recipes[1]), name_of(recipes[2]))
+    worst = tuple(_worst(copy, runs[0], loss, gpus) for copy in subjects[1:])
+    return Comparison(names_of, len(runs), losses_of, tuple(rows), subject(model), worst)
+
+
+def _worst(model: nn.Module, batch: Batch, loss: Loss | None, gpus: Sequence[torch.device]) -> tuple[Histogram, ...]:
+    """Return the histograms of the worst casts of one more forward and backward."""
+    with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))), inspect(model) as report:
+        torch.manual_seed(0)
+        gradients_of(model, batch, loss)
+    states, rows = report._results()
+    return tuple(worst_of(states, rows, PICTURED))
 
 
 def name_of(one: Recipe | Policy) -> str:

@@ -19,8 +19,7 @@ NOT_FINITE = {
     "y": "Its values or its weight are too large for the dtype.",
 }
 
-MEASURING = ("fp8-current", "fp8-block", "mxfp8")  # recipes that measure each tensor before its cast
-FINER = ("fp8-block", "mxfp8")  # recipes with a scale for each block
+TRY = "report.try_recipes(batches) tries other recipes."
 
 Rows = Mapping[str, TensorRow]  # of one layer, by tensor
 
@@ -116,9 +115,8 @@ def _of_tensor(state: LayerState, row: TensorRow) -> list[tuple[str, str]]:
     limit = COSINE.get(state.bits)
     if limit is not None and row.cosine is not None and row.cosine < limit:
         text = (
-            f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. Leave this GEMM "
-            f"unquantized ({_gemm(row.tensor)}='bf16' in the recipe), or the layer: "
-            "octavo.convert(model, recipe, exclude=...)."
+            f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. {TRY} If none helps, "
+            f"leave this GEMM unquantized: {_gemm(row.tensor)}='bf16' in the recipe."
         )
         found.append((text, "cosine"))
     return found
@@ -133,11 +131,11 @@ def _of_cast(state: LayerState, row: TensorRow, bits: int) -> list[tuple[str, st
     )
     if row.saturated > SATURATED:
         text = f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
-        way = f" Check the scale, or use a recipe that measures it: {_others(state, MEASURING)}."
+        way = f" Other scales may hold them: {TRY}"
         return [(text + ("" if _late(state) else way), "saturated")]
     if row.underflow > UNDERFLOW[bits]:
         text = f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale}"
-        return [(f"{text} Use a recipe with other scales: {_others(state, FINER)}.", "underflow")]
+        return [(f"{text} Other scales may hold them: {TRY}", "underflow")]
     if row.sqnr is not None and row.sqnr < SQNR[bits]:
         text = (
             f"has a signal-to-noise ratio of {row.sqnr:.1f} dB, below {SQNR[bits]:.0f}: its codes and scales do not "
@@ -145,12 +143,6 @@ def _of_cast(state: LayerState, row: TensorRow, bits: int) -> list[tuple[str, st
         )
         return [(text, "sqnr")]
     return []
-
-
-def _others(state: LayerState, names: Sequence[str]) -> str:
-    """List recipes without the one in use."""
-    own = str(state.recipe).partition("(")[0]
-    return ", ".join(name for name in names if name != own)
 
 
 def _gemm(tensor: str) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from octavo.inspection.webpage import Cell, HeatRow, Markup, bullets, folded, heat_map, link, shading
-from octavo.text import one_line
+from octavo.inspection.webpage import Cell, HeatRow, Markup, bullets, folded, heat_map, joined, link, shading
+from octavo.text import one_line, plural
 
 # columns of a layer's row: the number, the tensors that have it, the values at which a cell is not and is fully shaded
 COLUMNS = (
@@ -62,6 +62,7 @@ class HeatMap:
         rows = [self._row(place, layer) for place, layer in enumerate(self.layers)]
         self.rows = sorted(rows, key=lambda row: -row.shade)
         self._anchors = {layer: row.anchor for layer, row in zip(self.layers, rows, strict=True)}
+        self._layers_by_anchor = {anchor: layer for layer, anchor in self._anchors.items()}
 
     @property
     def sick(self) -> list[str]:
@@ -88,16 +89,22 @@ class HeatMap:
         return max(found, key=lambda worst: worst.shade, default=None)
 
     def findings(self) -> Markup:
-        """Return the findings, each linked to its layer's row."""
-        return bullets([self._linked(finding) for finding in self._findings]) if self._findings else Markup("")
+        """Return the findings, each linked to its layer's row; of many the first few, and the rest folded."""
+        found = [self._linked(finding) for finding in self._findings]
+        shown = bullets(found[:FEWEST]) if found else Markup("")
+        if rest := found[FEWEST:]:
+            return joined(shown, folded(f"{plural(len(rest), 'more finding')}", bullets(rest)))
+        return shown
+
+    def ordered(self) -> list[str]:
+        """Return the layers: those with a finding, then the worst first."""
+        return [self._layers_by_anchor[row.anchor] for row in self._ordered()]
 
     def html(self, caption: str) -> Markup:
         """Return the rows; layers without a finding are folded after the worst few."""
         if not self._columns:
             return Markup("")
-        sick = {self.anchor(layer) for layer in self.sick}
-        ordered = sorted(self.rows, key=lambda row: row.anchor not in sick)
-        shown = max(FEWEST, len(sick))
+        ordered, shown = self._ordered(), max(FEWEST, len(self.sick))
         header = ["layer", *(column[0] for column in self._columns)]
         parts = [heat_map(caption, header, ordered[:shown])]
         if rest := ordered[shown:]:
@@ -106,6 +113,10 @@ class HeatMap:
         return Markup("\n".join(parts))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[HeatRow]:
+        sick = {self.anchor(layer) for layer in self.sick}
+        return sorted(self.rows, key=lambda row: row.anchor not in sick)
 
     def _linked(self, finding: str) -> Markup:
         layer = self.layer_of(finding)

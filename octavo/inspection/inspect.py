@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,11 +14,13 @@ from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.advice import Advice, policy_of, try_recipes
 from octavo.inspection.findings import Finding, findings, verdict
+from octavo.inspection.heat import Sample
 from octavo.inspection.inspected_layer import STATS, Inspected, Switch, inspected_class, is_inspected
-from octavo.inspection.inspection_page import page
+from octavo.inspection.inspection_page import Made, page
+from octavo.inspection.page_file import write
 from octavo.inspection.picture import Picture, drawing
-from octavo.inspection.provenance import provenance, subject
-from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES
+from octavo.inspection.provenance import subject
+from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES, fold
 from octavo.inspection.steps import Loss, listed
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
 from octavo.model.layer_lookup import check_model, layers
@@ -26,6 +29,8 @@ from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes import recipe as resolve
 from octavo.recipes.ambient import ambient
 from octavo.text import plural
+
+Log = Callable[[int, dict[str, float]], object]
 
 
 class Inspection:
@@ -36,6 +41,8 @@ class Inspection:
     Args:
         model: the model whose layers are inspected.
         every: measure one step of this many.
+        html: the file of a page that is rewritten at each measured step; None for no page.
+        log: a function that each measured step calls with its number and its numbers; None for none.
 
     Example:
         >>> model = nn.Sequential(octavo.Linear(64, 32, recipe="mxfp8"))
@@ -50,8 +57,13 @@ class Inspection:
         0
     """
 
-    def __init__(self, model: nn.Module, every: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, every: int = 1, html: str | Path | None = None, log: Log | None = None
+    ) -> None:
         self._model, self._every, self._step = weakref.ref(model), every, 0
+        self._html, self._log = html, log
+        self._samples: list[Sample] = []  # of measured steps, if there is a page or a log
+        self._folded: dict[str, Tensor] = {}  # the sums of the samples, by layer, on the CPU
         self._given: nn.Module | None = model  # until the block is entered: a block that is never left keeps no model
         self._switch = Switch()  # another one for each entry
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
@@ -86,7 +98,7 @@ class Inspection:
             )
         self._switch = Switch()
         self._switch.inside = self._switch.on = True
-        self._step, self._kept = 0, {}
+        self._step, self._kept, self._samples, self._folded = 0, {}, [], {}
         try:
             for _, layer in found:
                 self._inspect(layer)
@@ -102,6 +114,8 @@ class Inspection:
             self._kept = {path: (state, stats) for path, state, stats in self._states()}
         finally:
             self._leave()
+        if self._html is not None:
+            write(Path(self._html), self.html())
 
     def __del__(self) -> None:
         if self.__dict__.get("_inside"):  # the block was never left, and nobody can read it any more
@@ -143,12 +157,33 @@ class Inspection:
             2
         """
         self._step += 1
+        if self._inside and self._switch.on and (self._html is not None or self._log is not None):
+            self._take_sample()
         self._switch.on = self._step % self._every == 0
+
+    def _take_sample(self) -> None:
+        """Read the numbers of the step that has ended, and begin anew for the next one."""
+        rows = []
+        for path, state, stats in self._measured():
+            own = stats.cpu()
+            rows += _rows(path, state, own)
+            fold(self._folded.setdefault(path, torch.zeros_like(own)), own)
+            stats.zero_()
+        layers: dict[str, dict[str, dict[str, float]]] = {}
+        for row in rows:
+            if row.calls:
+                layers.setdefault(row.layer, {})[row.tensor] = row.numbers()
+        self._samples.append(Sample(self._step, layers))
+        if self._log is not None:
+            self._log(self._step, _flat(rows))
+        if self._html is not None:
+            write(Path(self._html), self.html())
 
     def reset(self) -> None:
         """Forget all that was recorded so far."""
-        for _, _, stats in self._states():
+        for _, _, stats in self._measured() if self._inside else self._states():
             stats.zero_()
+        self._samples, self._folded = [], {}
 
     # -- the report ------------------------------------------------------------------------------------------------
 
@@ -161,10 +196,12 @@ class Inspection:
         """
         rows = []
         for path, state, stats in self._states():
-            numbers = stats.tolist()
-            made = [row_of(path, state, name, _named(numbers[i])) for i, name in enumerate(TENSORS)]
-            rows += [row for row in made if row.calls] or made[:1]
+            rows += _rows(path, state, stats)
         return rows
+
+    def _results(self) -> tuple[dict[str, LayerState], list[TensorRow]]:
+        """Return what is known of each layer, and the rows."""
+        return {path: state for path, state, _ in self._states()}, self.rows()
 
     def findings(self) -> list[str]:
         """Return a sentence for each fault that the numbers show: the layer, the tensor, the number, what to do.
@@ -228,7 +265,7 @@ class Inspection:
         return policy_of(self._advice, {path: str(state.recipe) for path, state, _ in self._states()})
 
     def _faults(self) -> list[Finding]:
-        return findings({path: state for path, state, _ in self._states()}, self.rows())
+        return findings(*self._results())
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers as a flat dict, for TensorBoard, W&B and other loggers.
@@ -244,11 +281,7 @@ class Inspection:
             >>> report.to_dict()["0/x/amax"]
             1.0
         """
-        return {
-            f"{row.layer or 'model'}/{row.tensor}/{name}": value
-            for row in self.rows()
-            for name, value in row.numbers().items()
-        }
+        return _flat(self.rows())
 
     def save_html(self, path: str) -> None:
         """Write the report as one HTML file without other files: the findings, a heat map of the layers, pictures of
@@ -264,8 +297,7 @@ class Inspection:
             ...     y = layer(torch.randn(16, 64))
             ...     report.save_html(os.path.join(folder, "report.html"))
         """
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.html())
+        write(Path(path), self.html())
 
     def html(self, command: str = "") -> str:
         """Return the text of `save_html`.
@@ -283,9 +315,9 @@ class Inspection:
             >>> report.html()[:15]
             '<!DOCTYPE html>'
         """
-        states = {path: state for path, state, _ in self._states()}
-        made = provenance(self._subject, self._title(), command)
-        return page(states, self.rows(), self.findings(), self._advice, made, command)
+        states, rows = self._results()
+        made = Made(self._subject, self._title(), command, running=self._inside and self._html is not None)
+        return page(states, rows, self.findings(), self._advice, self._samples, made)
 
     def draw(self, layer: str, tensor: str) -> Picture:
         """Return the picture of a tensor in its format: a histogram of its magnitudes over the values that the format
@@ -296,7 +328,7 @@ class Inspection:
             tensor: "x", "w", "dy", "y", "dx" or "dw". The last three are not cast, and shown without a format.
 
         Returns:
-            The picture. A notebook shows it, and `.save("dy.svg")` writes it.
+            The picture. A notebook shows it; `.save("dy.svg")` and `.save("dy.png")` write it.
 
         Raises:
             UnsupportedConfig: nothing was measured of such a tensor.
@@ -308,7 +340,7 @@ class Inspection:
             >>> report.draw("0", "dy").svg[:4]
             '<svg'
         """
-        return drawing({path: state for path, state, _ in self._states()}, self.rows(), layer, tensor)
+        return drawing(*self._results(), layer, tensor)
 
     def text(self, top: int | None = None) -> str:
         """Return the report as text: the findings, what other recipes would do, and the table.
@@ -345,6 +377,15 @@ class Inspection:
         if not self._inside:
             yield from ((path, state, stats) for path, (state, stats) in self._kept.items())
             return
+        for path, state, stats in self._measured():
+            if path in self._folded:
+                whole = self._folded[path].clone()
+                fold(whole, stats.cpu())
+                stats = whole
+            yield path, state, stats
+
+    def _measured(self) -> Iterator[tuple[str, LayerState, Tensor]]:
+        """Yield what was measured in the block since the last sample."""
         model = self._model()
         for path, layer in () if model is None else layers(model):
             stats = layer._hidden._buffers.get(STATS)
@@ -352,7 +393,7 @@ class Inspection:
                 yield path, _state(layer), stats
 
 
-def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
+def inspect(model: nn.Module, *, every: int = 1, html: str | Path | None = None, log: Log | None = None) -> Inspection:
     """Record what the recipe does to each tensor of each layer, for the calls in a block.
 
     For x, w and dy it measures the cast that the layer makes, with the scale in use: shares of values that underflow to
@@ -370,6 +411,9 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
         model: a module with Octavo layers. The block changes their classes, and restores them. It keeps no reference
             to the model, so that you must.
         every: measure one step of this many, as optimizers count them, or `report.next_step()`.
+        html: a file. Each measured step rewrites it as a page with the numbers so far and a time axis for each layer.
+        log: a function `log(step, numbers)`, which each measured step calls with what `to_dict` returns of that step
+            alone. Both wait for the device once for each measured step. Give each process a file of its own.
 
     Returns:
         The block and its report: `with octavo.inspect(model) as report`. Print it, or call its methods.
@@ -391,7 +435,7 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     check_model(model, "inspect", error=UnsupportedConfig)
     if type(every) is not int or every < 1:
         raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
-    return Inspection(model, every)
+    return Inspection(model, every, html, log)
 
 
 def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
@@ -411,6 +455,19 @@ def _named(numbers: list[float]) -> dict[str, Any]:
         "amaxes": tuple(numbers[AMAXES]),
         "scales": tuple(numbers[SCALES]),
         "values": tuple(numbers[VALUES]),
+    }
+
+
+def _rows(path: str, state: LayerState, stats: Tensor) -> list[TensorRow]:
+    """Return the rows of a layer's tensors that were measured; one of zeros if none was."""
+    numbers = stats.tolist()
+    made = [row_of(path, state, name, _named(numbers[i])) for i, name in enumerate(TENSORS)]
+    return [row for row in made if row.calls] or made[:1]
+
+
+def _flat(rows: Iterable[TensorRow]) -> dict[str, float]:
+    return {
+        f"{row.layer or 'model'}/{row.tensor}/{name}": value for row in rows for name, value in row.numbers().items()
     }
 
 

@@ -2,11 +2,14 @@
 the worst tensors, and all numbers to unfold."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from octavo.inspection.advice import Advice
-from octavo.inspection.heat import HeatMap, Sample, label, scale, shade_of, spoken
-from octavo.inspection.picture import picture
+from octavo.inspection.advice import Advice, policy_of
+from octavo.inspection.heat import HeatMap, Sample, label, scale, spoken
+from octavo.inspection.picture import pictures, worst_of
+from octavo.inspection.provenance import Subject, provenance
 from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, cells
+from octavo.inspection.timeline import timelines
 from octavo.inspection.webpage import (
     Card,
     Markup,
@@ -14,22 +17,30 @@ from octavo.inspection.webpage import (
     cards,
     document,
     folded,
-    heading,
     joined,
     link,
     paragraph,
+    plain_text,
+    section,
     table,
     try_next,
 )
 from octavo.text import plural
 
-PICTURES = 4  # of the worst tensors
-PICTURED = (
-    "Bars: the tensor's magnitudes, divided by the scale that its cast used. Ticks: the values that the format can "
-    "hold. What is left of the ticks becomes zero, what is right of them saturates. Up to 262,144 values of each call."
-)
+RELOAD = 30  # seconds, while the block runs
+RUNNING = f"The program still runs: this page is rewritten at each measured step, and reloads every {RELOAD} seconds."
+POLICY_FILE = "policy.toml"
 
 States = Mapping[str, LayerState]
+
+
+class Made(NamedTuple):
+    """How an inspection was made."""
+
+    subject: Subject
+    measured: str  # how many layers and steps
+    command: str = ""
+    running: bool = False
 
 
 def page(
@@ -37,10 +48,10 @@ def page(
     rows: Sequence[TensorRow],
     findings: Sequence[str],
     advice: Sequence[Advice],
-    made: str,
-    command: str,
+    samples: Sequence[Sample],
+    made: Made,
 ) -> str:
-    """Return the page; `made` is its provenance, and `command` made it."""
+    """Return the page. `samples` are the numbers of single steps, of which a live page has a time axis."""
     by_recipe: dict[str, list[str]] = {}
     for layer, state in states.items():
         by_recipe.setdefault(str(state.recipe), []).append(layer)
@@ -49,22 +60,30 @@ def page(
         for place, (recipe, layers) in enumerate(by_recipe.items())
     }
     ran = any(row.calls for row in rows)
+    maps = [heat.html(f"Layers in {recipe}, the worst first") for recipe, heat in heats.items() if ran]
     parts = [
-        paragraph(made, soft=True),
+        *([paragraph(RUNNING)] if made.running else []),
         *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
-        *([heading("Findings"), *(heat.findings() for heat in heats.values())] if findings else []),
-        *_tried(advice),
-        *([heading("What each recipe does to its layers"), scale()] if ran else []),
-        *(heat.html(f"Layers in {recipe}, the worst first") for recipe, heat in heats.items() if ran),
-        *_pictures(states, rows),
-        *([_next(list(heats), findings, advice, command)] if ran else []),
+        *([section("Findings", *(heat.findings() for heat in heats.values()))] if findings else []),
+        _tried(states, advice),
+        *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
+        *(timelines(_own(samples, heat), heat) for heat in heats.values()),
+        pictures(worst_of(states, rows), "The worst tensors in their formats"),
+        *([_next(list(heats), findings, advice, made.command)] if ran else []),
         folded(
             "All numbers of all tensors",
             paragraph("SQNR of y, dx and dw, and the cosines, compare with the same layer in float32.", soft=True),
-            table(HEADER, [cells(row) for row in rows], left=True),
+            table("All numbers of all tensors", HEADER, [cells(row) for row in rows], left=True),
         ),
     ]
-    return document(headline(heats, rows), parts)
+    how = provenance(
+        model=made.subject.model,
+        recipes=", ".join(by_recipe),
+        measured=made.measured,
+        device=made.subject.device,
+        command=made.command,
+    )
+    return document(headline(heats, rows), how, parts, reload=RELOAD if made.running else 0)
 
 
 def headline(heats: Mapping[str, HeatMap], rows: Sequence[TensorRow]) -> str:
@@ -91,6 +110,12 @@ def _heat(name: str, layers: Sequence[str], rows: Sequence[TensorRow], findings:
     return HeatMap(name, [Sample(None, found)], own)
 
 
+def _own(samples: Sequence[Sample], heat: HeatMap) -> list[Sample]:
+    """Return the samples of the layers of one heat map."""
+    own = set(heat.layers)
+    return [Sample(step, {layer: found for layer, found in layers.items() if layer in own}) for step, layers in samples]
+
+
 def _card(recipe: str, heat: HeatMap) -> Card:
     sick, worst = len(heat.sick), heat.worst()
     lines = (
@@ -100,49 +125,32 @@ def _card(recipe: str, heat: HeatMap) -> Card:
     return Card(recipe, str(sick), small, lines, "look" if sick else "ok")
 
 
-def _pictures(states: States, rows: Sequence[TensorRow]) -> list[Markup]:
-    """Return the pictures of the worst tensors that are cast."""
-    cast = sorted((row for row in rows if row.cast and row.calls and any(row.values)), key=_badness, reverse=True)
-    if not cast:
-        return []
-    drawn = []
-    for row in cast[:PICTURES]:
-        spec = states[row.layer].quantizer(row.tensor)
-        drawn.append(picture(row, None if spec is None else spec.fmt))
-    title = heading(
-        f"The {plural(len(drawn), 'worst tensor')[2:] if len(drawn) == 1 else 'worst tensors'} in their formats"
-    )
-    return [title, paragraph(PICTURED, soft=True), Markup(f'<div class="pictures">{"".join(drawn)}</div>')]
-
-
-def _badness(row: TensorRow) -> tuple[float, float]:
-    """Return how bad a tensor's cast is: its darkest cell, then its underflow."""
-    numbers = row.numbers()
-    return shade_of(numbers), numbers.get("underflow", 0.0)
-
-
-def _tried(advice: Sequence[Advice]) -> list[Markup]:
-    """Return what other recipes would do."""
+def _tried(states: States, advice: Sequence[Advice]) -> Markup:
+    """Return what other recipes would do, and the policy of those that helped."""
     if not advice:
-        return []
+        return Markup("")
     rows = [
         [f"{label(one.layer)}, {one.tensor} {one.number}", name, spoken(value, one.number)]
         for one in advice
         for name, value in ((f"{one.in_use}, in use", one.before), *one.tried)
     ]
-    numbers = folded("All that were tried", table(("measured", "recipe", ""), rows, left=True))
-    return [heading("Tried on the same batches"), bullets([str(one) for one in advice]), numbers]
+    parts = [folded("All that were tried", table("All that were tried", ("measured", "recipe", ""), rows, left=True))]
+    if any(one.recipe is not None for one in advice):
+        policy = policy_of(advice, {layer: str(state.recipe) for layer, state in states.items()})
+        parts.append(folded(f"The policy of those that helped, {POLICY_FILE}", plain_text(str(policy))))
+    return section("Tried on the same batches", bullets([str(one) for one in advice]), *parts)
 
 
 def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:
     target = command.split()[2] if command.startswith("octavo inspect ") else "mymodule:example"
     chosen = f' --recipe "{recipes[0]}"' if len(recipes) == 1 else ""
     if any(one.recipe is not None for one in advice):
-        said = "Inspect the model again, with the recipes that helped."
-        return try_next(said, [f"octavo inspect {target} --policy policy.toml"])
-    if findings:
+        said = "Write the recipes that helped as a policy, and run the model in it. octavo.convert takes it too."
+        again = f"octavo inspect {target} --policy {POLICY_FILE} --html cured.html"
+        return try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}", again])
+    if findings and not advice:
         said = "Try other recipes for the layers with findings on the same batch, and write the best ones as a policy."
-        return try_next(said, [f"octavo inspect {target}{chosen} --write-policy policy.toml"])
+        return try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}"])
     other = "fp8-block" if recipes[0] != "fp8-block" else "mxfp8"
     said = "Compare its gradients with those of another recipe."
     return try_next(said, [f'octavo compare {target} "{recipes[0]}" {other} --html compare.html'])

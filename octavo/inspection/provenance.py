@@ -1,24 +1,57 @@
-"""How a report about a model was made: the model, its device, versions, and the command."""
+"""How a report about a model was made: the model, its recipes, the device, versions, and the command."""
+
+from importlib import metadata
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from octavo.inspection.webpage import Markup, code, facts
 from octavo.text import one_line
 from octavo.version import __version__
 
 
-def subject(model: nn.Module) -> str:
-    """Return a model's class, its number of parameters and its device."""
+class Subject(NamedTuple):
+    """A model and the device that it is on, in words.
+
+    Args:
+        model: its class and its number of parameters.
+        device: the name of the GPU, or "a CPU".
+    """
+
+    model: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, on {self.device}"
+
+
+def subject(model: nn.Module) -> Subject:
+    """Return a model's class with its number of parameters, and its device."""
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type.upper()}"
-    return f"{one_line(type(model).__name__)} with {_number(sum(p.numel() for p in parameters))} parameters, on {where}"
+    return Subject(
+        f"{one_line(type(model).__name__)} with {_number(sum(p.numel() for p in parameters))} parameters", where
+    )
 
 
-def provenance(subject: str, measured: str, command: str) -> str:
-    """Return the sentences under a headline."""
-    said = f"{subject}; {measured}. octavo {__version__}, torch {torch.__version__}"
-    return said + (f": {command}" if command else ".")
+def versions() -> str:
+    """Return the versions of what this process computes with."""
+    try:
+        triton = f", triton {metadata.version('triton')}"
+    except metadata.PackageNotFoundError:
+        triton = ""
+    return f"octavo {__version__}, torch {torch.__version__}{triton}"
+
+
+def provenance(
+    *, model: str = "", recipes: str = "", measured: str = "", device: str, made_with: str = "", command: str = ""
+) -> Markup:
+    """Return the facts under a headline, in the same order on every page."""
+    rows = [("Model", model), ("Recipe", recipes), ("Measured", measured), ("Device", device)]
+    rows += [("Versions", made_with or versions()), ("Command", code(command) if command else "")]
+    return facts(rows)
 
 
 def _number(count: int) -> str:

@@ -66,6 +66,14 @@ class Cast(NamedTuple):
         return _histogram(self.limit / self.fmt.max, (columns - first).clamp(0, whole) * heights)
 
 
+def fold(whole: Tensor, stats: Tensor) -> None:
+    """Add the numbers of further calls to those of earlier ones, in place."""
+    largest = slice(len(SUMS), len(SUMS) + len(LARGEST))
+    maxima = torch.maximum(whole[:, largest], stats[:, largest])
+    whole.add_(stats)
+    whole[:, largest] = maxima
+
+
 def record_operand(stats: Tensor, tensor: str, source: Tensor | None, cast: Cast | None) -> None:
     """Add one call's x, w or dy: the values before the cast, None if only codes are left, and the cast, None if the
     recipe does not quantize the tensor."""

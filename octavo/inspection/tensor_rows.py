@@ -5,11 +5,12 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from octavo.inspection.heat import shade_of
+from octavo.inspection.statistics import LOWEST
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.text import columns, plural
 
-NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine")
+NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine", "scale")
 HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not finite", "SQNR", "amax", "cosine", "worst")
 
 
@@ -48,6 +49,7 @@ class TensorRow(NamedTuple):
         cosine: for y, dx and dw the mean cosine with the float32 reference's; else None.
         worst_cosine: the smallest cosine of a call.
         zero: the share of calls in which all values were zero.
+        scale: the geometric mean of the scales, each rounded down to a power of two; None without a cast.
         amaxes: how many calls had an amax from each power of two up to the next, the first from 2**-72.
         scales: how many values had a scale there.
         values: how many magnitudes were there, of up to 262,144 values of each call; those of x, w and dy divided by
@@ -66,6 +68,7 @@ class TensorRow(NamedTuple):
     cosine: float | None
     worst_cosine: float | None
     zero: float
+    scale: float | None
     amaxes: tuple[float, ...]
     scales: tuple[float, ...]
     values: tuple[float, ...]
@@ -74,7 +77,7 @@ class TensorRow(NamedTuple):
         """Return the numbers that exist and are finite, by name.
 
         Returns:
-            Those of underflow, saturated, nonfinite, sqnr, amax, cosine and worst_cosine.
+            Those of underflow, saturated, nonfinite, sqnr, amax, cosine, worst_cosine and scale.
         """
         found = {name: getattr(self, name) for name in NUMBERS}
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
@@ -97,6 +100,7 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
         cosine=sums["cosine"] / sums["cosines"] if sums["cosines"] else None,
         worst_cosine=1 - sums["deficit"] if sums["cosines"] else None,
         zero=_share(sums["silent"], sums["calls"]),
+        scale=_mean_scale(sums["scales"]),
         amaxes=sums["amaxes"],
         scales=sums["scales"],
         values=sums["values"],
@@ -133,6 +137,14 @@ def cells(row: TensorRow) -> tuple[str, ...]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _mean_scale(counts: Sequence[float]) -> float | None:
+    whole = sum(counts)
+    if not whole:
+        return None
+    mean: float = 2.0 ** (sum((LOWEST + place) * count for place, count in enumerate(counts)) / whole)
+    return mean
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -5,6 +5,7 @@ to unfold.
 Colours follow the reader's light or dark setting, a print shows what is folded, and wide tables scroll by themselves in
 a narrow window. Text is escaped here and nowhere else: what is HTML already is a `Markup`."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -19,8 +20,12 @@ STYLE = """
     --bad: 226 96 36; --ok: #43b581; --link: #8ab4ff; }
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); margin: 0; }
-main { max-width: 74rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+header, main { max-width: 74rem; margin: 0 auto; padding: 0 1.25rem; }
+header { padding-top: 2rem; } main { padding-bottom: 3rem; } section { margin: 0; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .5rem; overflow-wrap: break-word; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1rem 1rem; margin: .5rem 0; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+.skip { position: absolute; left: -99rem; } .skip:focus { left: 1rem; top: .5rem; background: var(--ground); }
 h2 { font-size: 1.2rem; margin: 2.25rem 0 .5rem; } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 p, li { max-width: 52rem; overflow-wrap: anywhere; } p { margin: .5rem 0; } .soft { color: var(--soft); }
 a { color: var(--link); } summary { cursor: pointer; color: var(--link); padding: .25rem 0; }
@@ -29,7 +34,8 @@ a { color: var(--link); } summary { cursor: pointer; color: var(--link); padding
 .cards { margin: 1rem 0; }
 .card { border: 1px solid var(--line); border-left: 6px solid var(--line); border-radius: 8px; padding: .75rem 1rem; }
 .card h2 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; } .card .big { font-size: 2rem; font-weight: 700; }
-.card p { margin: .2rem 0; } .card.ok { border-left-color: var(--ok); }
+.card p { margin: .2rem 0; overflow-wrap: anywhere; }
+.card:only-child { max-width: 36rem; } .card.ok { border-left-color: var(--ok); }
 .card.look { border-left-color: rgb(var(--bad)); }
 figure { margin: 1rem 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; }
 figure { padding: .75rem; }
@@ -38,7 +44,10 @@ figcaption svg { display: inline-block; vertical-align: middle; margin-right: .3
 svg { display: block; } figure > svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
-.pictures figure { margin: 0; } .step { fill: transparent; } .step:hover { fill: var(--soft); fill-opacity: .25; }
+.pictures figure { margin: 0; } .charts { display: grid; gap: .5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); }
+.charts svg { width: 100%; height: auto; background: var(--panel); border-radius: 6px; }
+.step { fill: transparent; } .step:hover { fill: var(--soft); fill-opacity: .25; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); padding: .25rem 0; }
 th, td { text-align: right; padding: .35rem .75rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -51,16 +60,23 @@ tr > :first-child { text-align: left; padding-left: 0; }
 .heat td.shade { --mix: rgb(var(--bad) / calc(var(--shade) * 55%)); print-color-adjust: exact;
   background: linear-gradient(var(--mix), var(--mix)), var(--panel); }
 .heat tr:target > * { outline: 2px solid var(--link); } .heat wbr { display: none; }
+.bars table { width: 100%; } .bars th { white-space: normal; } 
+.bars th:nth-child(2) { text-align: left; padding-left: 0; } .bars tbody th { min-width: 9rem; max-width: 22rem; }
+td.bar { width: 34%; min-width: 6rem; padding-left: 0; } .bar i { display: block; height: .9rem; border-radius: 2px;
+  background: var(--soft); print-color-adjust: exact; } .bar i.ours { background: var(--first); }
 .scale { display: inline-block; width: 8rem; height: .7rem; border-radius: 4px; margin: 0 .4rem; vertical-align: middle;
   background: linear-gradient(to right, var(--panel), rgb(var(--bad) / 55%)); border: 1px solid var(--line); }
 .next { background: var(--panel); border-radius: 8px; padding: .5rem 1rem; }
 pre { margin: .35rem 0; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; } code { font-size: .9rem; }
+pre.plain { white-space: pre; overflow-wrap: normal; font-size: .8rem; }
 .key { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px; margin-right: .5rem; }
-@media (max-width: 40rem) { figure > svg text { font-size: 22px; } main { padding: 1.25rem .75rem 3rem; }
+@media (max-width: 40rem) { figure > svg text { font-size: 22px; } header, main { padding: 0 .75rem; }
+  header { padding-top: 1.25rem; } dl { grid-template-columns: minmax(0, 1fr); } dd { margin-bottom: .3rem; }
   h1 { font-size: 1.35rem; } .pictures figure > svg text { font-size: 15px; } th, td { padding: .3rem .5rem; }
   .heat wbr { display: inline; }
   .heat tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; font-size: .85rem; } }
-@media print { main { max-width: none; padding: 0; } .scroll { overflow: visible; } th, td { white-space: normal; }
+@media print { header, main { max-width: none; padding: 0; } .next { border: 1px solid var(--line); }
+  .scroll { overflow: visible; } th, td { white-space: normal; }
   figure, .card, tr { break-inside: avoid; }
   details::details-content { content-visibility: visible; display: block; height: auto; } }
 """
@@ -102,6 +118,15 @@ class HeatRow(NamedTuple):
         return max((cell.shade for cell in self.cells), default=0.0)
 
 
+class Bar(NamedTuple):
+    """A row of a table with a bar."""
+
+    name: str
+    share: float  # of the longest bar
+    cells: Sequence[str]
+    kind: str = ""  # "ours", "look" or ""
+
+
 def markup(text: str) -> Markup:
     """Return text as HTML."""
     return text if isinstance(text, Markup) else Markup(escape(text))
@@ -111,15 +136,36 @@ def joined(*parts: str) -> Markup:
     return Markup("".join(markup(part) for part in parts))
 
 
-def document(headline: str, parts: Sequence[Markup]) -> str:
-    """Return the page."""
+def document(headline: str, made: Markup, parts: Sequence[Markup], *, reload: int = 0) -> str:
+    """Return the page: the headline, `made`, which is its provenance, and the parts. A page that is rewritten while a
+    program runs reloads itself every so many seconds; 0 is for one that is done."""
     body = "\n".join(parts)
+    again = f'<meta http-equiv="refresh" content="{reload}">\n' if reload else ""
     return printable(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{again}'
         f"<title>{escape(headline)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<main>\n<h1>{escape(headline)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+        f'<a class="skip" href="#results">Skip to the results</a>\n<header>\n<h1>{_breakable(headline)}</h1>\n{made}\n'
+        f'</header>\n<main id="results">\n{body}\n</main>\n</body>\n</html>\n'
     )
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Markup:
+    """Return names and values, one under the other; those without a value are left out."""
+    return Markup(f"<dl>{''.join(f'<dt>{markup(name)}</dt><dd>{markup(v)}</dd>' for name, v in rows if v)}</dl>")
+
+
+def code(text: str) -> Markup:
+    return Markup(f"<code>{escape(text)}</code>")
+
+
+def section(title: str, *parts: Markup) -> Markup:
+    """Return parts under a heading, as a landmark of its name; nothing if there is no part."""
+    found = [part for part in parts if part]
+    if not found:
+        return Markup("")
+    name = re.sub("<[^>]*>", "", markup(title))
+    return Markup(f'<section aria-label="{name}">{heading(title)}\n' + "\n".join(found) + "</section>")
 
 
 def heading(text: str, level: int = 2) -> Markup:
@@ -145,9 +191,12 @@ def folded(summary: str, *parts: Markup) -> Markup:
 
 
 def cards(found: Sequence[Card]) -> Markup:
-    """Return the cards side by side, as far as the window is wide."""
+    """Return the cards side by side, as far as the window is wide; nothing if there is none."""
+    if not found:
+        return Markup("")
     body = "\n".join(
-        f'<section class="card {card.status}"><h2>{markup(card.name)}</h2><p class="big">{markup(card.big)}</p>'
+        f'<section class="card {card.status}" aria-label="{escape(card.name)}"><h2>{markup(card.name)}</h2>'
+        f'<p class="big">{markup(card.big)}</p>'
         f'<p class="soft">{markup(card.small)}</p>{"".join(paragraph(line) for line in card.lines)}</section>'
         for card in found
     )
@@ -156,18 +205,25 @@ def cards(found: Sequence[Card]) -> Markup:
 
 def try_next(said: str, commands: Sequence[str]) -> Markup:
     """Return commands to paste, and what for."""
-    body = "".join(f"<pre><code>{escape(command)}</code></pre>" for command in commands)
-    return Markup(f'{heading("Try next")}<div class="next">{paragraph(said)}{body}</div>')
+    body = "".join(f'<pre tabindex="0">{code(command)}</pre>' for command in commands)
+    return section("Try next", Markup(f'<div class="next">{paragraph(said)}{body}</div>'))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False, words: bool = False) -> Markup:
-    """Return a table; the first cell of a row is its header. `left` is for a table of names, `words` for one whose
-    cells break into lines."""
-    names = "".join(f'<th scope="col">{markup(name)}</th>' for name in header)
+def plain_text(text: str) -> Markup:
+    """Return text whose columns are aligned by spaces."""
+    return Markup(f'<pre class="plain" tabindex="0">{escape(text)}</pre>')
+
+
+def table(
+    name: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: bool = False, words: bool = False
+) -> Markup:
+    """Return a table; the first cell of a row is its header. A screen reader says its name. `left` is for a table of
+    names, `words` for one whose cells break into lines."""
+    names = "".join(f'<th scope="col">{markup(title)}</th>' for title in header)
     head = f"<thead><tr>{names}</tr></thead>" if header else ""
     body = "\n".join(_row(row[0], "".join(f"<td>{markup(cell)}</td>" for cell in row[1:])) for row in rows)
     kind = "scroll" + (" left" if left or words else "") + (" words" if words else "")
-    return Markup(f'<div class="{kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>')
+    return Markup(f'<div class="{kind}" {_region(name)}><table>{head}<tbody>{body}</tbody></table></div>')
 
 
 def heat_map(caption: str, header: Sequence[str], rows: Sequence[HeatRow]) -> Markup:
@@ -175,7 +231,24 @@ def heat_map(caption: str, header: Sequence[str], rows: Sequence[HeatRow]) -> Ma
     head = "".join(f'<th scope="col">{markup(name)}</th>' for name in header)
     body = "\n".join(_row(_path(row.name), "".join(map(_heat_cell, row.cells)), row.anchor) for row in rows)
     return Markup(
-        f'<div class="scroll heat" tabindex="0"><table><caption>{markup(caption)}</caption><thead><tr>{head}</tr>'
+        f'<div class="scroll heat" {_region(caption)}><table><caption>{markup(caption)}</caption><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def bars(name: str, header: Sequence[str], rows: Sequence[Bar]) -> Markup:
+    """Return a table with a bar in each row, and its numbers beside it."""
+    head = "".join(f'<th scope="col">{markup(title)}</th>' for title in header)
+    body = "\n".join(
+        _row(
+            row.name,
+            f'<td class="bar"><i class="{row.kind}" style="width:{100 * row.share:.1f}%"></i></td>'
+            + "".join(f"<td>{markup(cell)}</td>" for cell in row.cells),
+        )
+        for row in rows
+    )
+    return Markup(
+        f'<div class="scroll bars" {_region(name)}><table><caption>{markup(name)}</caption><thead><tr>{head}</tr>'
         f"</thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -188,6 +261,16 @@ def shading(said: str) -> Markup:
 def named(colour: str, name: str) -> Markup:
     """Return a name after a patch of the colour that stands for it."""
     return Markup(f'<span class="key" style="background:{colour}"></span>{markup(name)}')
+
+
+def _region(name: str) -> str:
+    """Return the attributes of a part that scrolls by itself, by keyboard too."""
+    return f'role="region" aria-label="{escape(name)}" tabindex="0"'
+
+
+def _breakable(text: str) -> str:
+    """Return text whose paths may break after a dot."""
+    return re.sub(r"(?<=\w)\.(?=[^\W\d])", ".<wbr>", escape(text))
 
 
 def _row(name: str, cells: str, anchor: str = "") -> str:

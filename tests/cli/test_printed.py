@@ -13,7 +13,7 @@ from torch import nn
 import octavo
 from octavo.cli import main, output
 from octavo.errors import Unsupported, UnsupportedConfig, warn_caller
-from octavo.inspection.webpage import document, paragraph
+from octavo.inspection.webpage import Markup, document, paragraph
 
 EVIL = "a\x1b]0;title\x07\x9b31m\u202e\ud800\nline"
 HARMLESS = r"a\x1b]0;title\x07\x9b31m\u202e\ud800\nline"
@@ -125,7 +125,7 @@ def test_errors_and_warnings_escape_names():
 
 def test_a_page_keeps_spaces_and_letters():
     text = "naïve Grüße 你好 100\u00a0% 1\u202f000 – ±"
-    assert text in document("title", [paragraph(text)])
+    assert text in document("title", Markup(""), [paragraph(text)])
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

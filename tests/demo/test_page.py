@@ -2,12 +2,12 @@
 
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from octavo.demo import page
 from octavo.inspection import charts
+from tests.support.page_reader import PageReader
 
 FACTS = {"octavo": "0.1.0", "torch": "2.13.0", "cuda": None, "device": "cpu", "gpu": None}
 
@@ -35,45 +35,9 @@ BASE = run("bf16 (torch)", FALLING)
 BOTH = report(BASE, run("fp8-block", [v * 1.01 for v in FALLING], 1.515, gap_percent=1.0, gap_noise_percent=0.04))
 
 
-class Reader(HTMLParser):
-    """Checks that every element is closed in its turn, and lists what the page refers to."""
-
-    EMPTY = ("meta", "line", "polyline", "polygon", "path", "wbr")
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.links, self.points, self.cells = [], [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.links += [given[name] for name in ("src", "href") if name in given]
-        if tag == "polyline":
-            self.points.append(given["points"])
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "td":
-            self.cells.append(data)
-
-
 def test_a_page_is_whole_and_loads_nothing():
     text = page.render(BOTH)
-    found = Reader(text)
-    assert (
-        all(link.startswith("#") for link in found.links)
-        and "<script" not in text
-        and "@import" not in text
-        and "url(" not in text
-    )
+    found = PageReader(text)
     assert len(found.points) == 3  # two losses, and one gap
     assert all(len(points.split()) == 40 for points in found.points)
     for said in (
@@ -81,7 +45,8 @@ def test_a_page_is_whole_and_loads_nothing():
         "fp8-block",
         "1.5150",
         "+1.00 ± 0.04 %",
-        "40 steps of 8 × 128 bytes, seed 0, on a CPU. octavo 0.1.0, torch 2.13.0.",
+        "<dt>Measured</dt><dd>40 steps of 8 × 128 bytes, seed 0</dd><dt>Device</dt><dd>a CPU</dd>",
+        "<dt>Versions</dt><dd>octavo 0.1.0, torch 2.13.0</dd>",
         "<h1>fp8-block ends above bf16 by more than seed noise (+1.00 %)</h1>",
         "octavo train --model gpt --size 128 --steps 40 --batch 8 --recipe &quot;fp8-block(wgrad=",
     ):
@@ -89,7 +54,7 @@ def test_a_page_is_whole_and_loads_nothing():
 
 
 def test_curves_stay_inside_of_their_charts():
-    for points in Reader(page.render(BOTH)).points:
+    for points in PageReader(page.render(BOTH)).points:
         for x, y in (map(float, point.split(",")) for point in points.split()):
             assert charts.LEFT <= x <= charts.WIDE - charts.RIGHT and charts.TOP <= y <= charts.HIGH - charts.BOTTOM
 
@@ -100,7 +65,7 @@ def test_a_band_is_explained_where_one_is_drawn():
 
 
 def test_short_times_are_in_milliseconds():
-    cells = Reader(page.render(report(run("bf16 (torch)", FALLING, first_step_s=0.0314, seconds=2.5)))).cells
+    cells = PageReader(page.render(report(run("bf16 (torch)", FALLING, first_step_s=0.0314, seconds=2.5)))).cells
     assert {"31.4 ms", "2.5 s"} <= set(cells)
 
 
@@ -117,7 +82,7 @@ def test_the_settings_of_a_mixture_have_a_row_each():
 
 def test_names_are_text_and_no_markup():
     text = page.render(report(run("fp8-block(scale='<b>&')", FALLING)))
-    Reader(text)
+    PageReader(text)
     assert "<b>" not in text and "&lt;b&gt;&amp;" in text
 
 
@@ -127,19 +92,19 @@ def test_names_are_text_and_no_markup():
 def test_any_losses_make_a_page(losses):
     text = page.render(report(run("bf16 (torch)", losses), run("nvfp4", losses, gap_percent=0.0)))
     assert not re.search(r'points="[^"]*(nan|inf)', text)
-    Reader(text)
+    PageReader(text)
 
 
 def test_an_interrupted_run_says_so():
     text = page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", FALLING[:7], None), interrupted=True))
-    assert "interrupted after step 7" in text and "torch 2.13.0. Interrupted." in text
+    assert "interrupted after step 7" in text and "seed 0. Interrupted.</dd>" in text
     assert page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", [], None))).count("nvfp4") == 0
 
 
 def test_load_and_routes_are_shown_where_they_are_known():
     more = run("fp8-block", FALLING, load=[[0.25, 0.75]])
     route = {"recipe": "fp8-block", "fprop": "native", "dgrad": "emulated", "wgrad": "reference"}
-    cells = Reader(page.render(report(more, routes=[route]))).cells
+    cells = PageReader(page.render(report(more, routes=[route]))).cells
     assert {"25.0 %", "75.0 %", "native", "emulated", "reference"} <= set(cells)
 
 
@@ -165,7 +130,7 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
         sampled(20, x={"underflow": 0.3, "saturated": 0.0, "sqnr": 29.0}, dw={"cosine": 0.98}),
     ]
     text = page.render(report(BASE, run("nvfp4", FALLING, numerics=samples)))
-    Reader(text)
+    PageReader(text)
     assert '--shade:1.00" title="step 10: 50.00 %, step 20: 30.00 %">40.00 %<' in text
     assert '<td title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
     assert '<a href="#run1-0">blocks.0.down</a>: &lt;dy&gt; at 20' in text and '<tr id="run1-0">' in text
@@ -186,7 +151,7 @@ def test_the_band_of_a_gap_is_two_standard_errors():
 def test_time_memory_and_rules_are_shown():
     policy = {"rules": [{"layers": "*", "recipe": "nvfp4"}], "layers": [8], "notes": ["A rule decides for no layer."]}
     more = run("mine.toml", FALLING, kept_mib=12.34, peak_mib=56.78, first_step_s=3.21)
-    cells = set(Reader(text := page.render(report(BASE, more, policies={"mine.toml": policy}))).cells)
+    cells = set(PageReader(text := page.render(report(BASE, more, policies={"mine.toml": policy}))).cells)
     assert {"1024.0 ms", "3.2 s", "12.3 MiB", "56.8 MiB", "8"} <= cells
     assert "A rule decides for no layer." in text and "Rules of mine.toml" in text
 
@@ -194,7 +159,7 @@ def test_time_memory_and_rules_are_shown():
 def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
     def said(*gaps):
         runs = [run(f"r{n}", FALLING, gap_percent=gap, gap_noise_percent=0.1) for n, gap in enumerate(gaps)]
-        return Reader(text := page.render(report(BASE, *runs))) and text.split("<h1>")[1].split("</h1>")[0]
+        return PageReader(text := page.render(report(BASE, *runs))) and text.split("<h1>")[1].split("</h1>")[0]
 
     assert said(0.0, 0.34) == "r0 and r1 end within seed noise of bf16 (+0.00 %, +0.34 %)"
     assert said(-0.2, 3.0) == (
@@ -208,7 +173,7 @@ def test_many_layers_are_folded_after_those_with_findings():
     layers = {f"layers.{n}": {"x": {"underflow": 0.01 * n}} for n in range(30)}
     sample = {"step": 1, "layers": layers, "findings": ["layers.3: x is bad", "layers.29: x is worse"]}
     text = page.render(report(BASE, run("nvfp4", FALLING, numerics=[sample])))
-    Reader(text)
+    PageReader(text)
     shown, rest = text.split("22 more layers without a finding")
     assert shown.index('id="run1-29"') < shown.index('id="run1-3"') < shown.index('id="run1-28"')
     assert 'id="run1-0"' in rest and 'id="run1-0"' not in shown

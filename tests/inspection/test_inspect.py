@@ -353,23 +353,6 @@ def test_every_counts_the_steps_of_an_optimizer():
     assert "7 steps counted, one of 3 measured" in str(report)
 
 
-def test_a_picture_shows_magnitudes_in_units_of_the_scale():
-    model = nn.Sequential(octavo.Linear(64, 64, bias=False, recipe="fp8-current"))
-    x = torch.full((16, 64), 448.0)
-    x[1:] = 2.0**-12  # with a scale of 1, below half the smallest code, 2**-9
-    with octavo.inspect(model) as report:
-        model(x)
-    row = by_tensor(report, "0")["x"]
-    assert {LOWEST + i: n for i, n in enumerate(row.values) if n} == {8: 64, -12: 15 * 64}
-    drawn = report.draw("0", "x")
-    assert "0, x in tensorwise: 93.75% of its values become zero" in drawn.svg and drawn._repr_svg_() == drawn.svg
-    assert "93.75% from 2^-12" in drawn.svg and "becomes zero" not in report.draw("0", "y").svg
-    with pytest.raises(UnsupportedConfig, match=r"Nothing was measured of .dy. of .0.\. Measured there: x, w, y\."):
-        report.draw("0", "dy")
-    with pytest.raises(UnsupportedConfig, match=r"Layers of this report: 0\."):
-        report.draw("1", "x")
-
-
 def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):
     model = pair("nvfp4")
     with octavo.inspect(model) as report:

@@ -10,11 +10,13 @@ import argparse
 import sys
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.cli import output
+from octavo.cli.bench import bench_page
 from octavo.cli.bench.cases import begin
 from octavo.cli.commands import add_commands
 from octavo.errors import UnsupportedHardware
@@ -27,8 +29,14 @@ SUITES = ("quantize", "linear", "block", "grouped", "grouped-gemms", "mlp", "moe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(print_help=parser.print_help)
-    add_json = partial(output.add_json, what="the table and every reading")
-    add_commands(parser, "suite", {name: _module(name) for name in SUITES}, add_json)
+    add_commands(parser, "suite", {name: _module(name) for name in SUITES}, _add_files)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    output.add_json(parser, what="the table and every reading")
+    parser.add_argument(
+        "--html", default=None, metavar="FILE", help="also write a page with bars to FILE; default: none"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,14 +45,30 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
-    output.produce(partial(measure, arguments), suite_of(arguments.suite).render, arguments.json)
+    try:
+        report = output.produce(partial(measure, arguments), suite_of(arguments.suite).render, arguments.json)
+    except output.Interrupted as stop:
+        raise output.Interrupted(" ".join([str(stop), *_write_page(stop.report, arguments)]), stop.report) from None
+    for sentence in _write_page(report, arguments):
+        output.say(sentence)
     return 0
+
+
+def _write_page(report: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """Write the page of a report that has rows. Returns a sentence that says where it is."""
+    suite = suite_of(arguments.suite)
+    if arguments.html is None or not (text := suite.render(report)):
+        return []
+    page = bench_page.render(report, getattr(suite, "COLUMNS", ()), text)
+    output.write(Path(arguments.html), page)
+    return [f"{bench_page.headline(bench_page.sections_of(report))}. The page of this report is {arguments.html}."]
 
 
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Fill the report of the suite that was asked for."""
     suite = suite_of(arguments.suite)
     begin(report, arguments.suite, arguments, suite.FACTS)
+    report["command"] = output.command_line(arguments)
     suite.measure(arguments, report)
 
 
