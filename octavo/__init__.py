@@ -8,6 +8,7 @@
     Published   load_fp8, save_fp8, fp8_state_dict: codes as servers read them
     Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
     Memory      offload: what forward saves waits on the host
+    Debugging   `with debug(model, changes):` one tensor, one GEMM
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`, `with quantized_init(...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
@@ -30,6 +31,7 @@ from octavo.checkpoints.te_checkpoint import load_te_checkpoint
 from octavo.fusion.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fusion.sequential import Sequential
 from octavo.inspection.compare import compare
+from octavo.inspection.debug import debug
 from octavo.inspection.explain import explain
 from octavo.inspection.inspect import inspect
 from octavo.model.attach import attach
@@ -67,6 +69,7 @@ __all__ = [
     "buffer",
     "compare",
     "convert",
+    "debug",
     "dry_run",
     "errors",
     "explain",

@@ -35,7 +35,7 @@ from octavo.fusion.plan import Planned
 from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, Rule, check_name, global_rules
 from octavo.fusion.stages import Record
 from octavo.ops.inputs import refuse_symbol
-from octavo.ops.operation import HOOKS_OF_ALL, WATCHED, FusibleOperation, NoTorchScript, has_hooks
+from octavo.ops.operation import CHANGED, HOOKS_OF_ALL, WATCHED, FusibleOperation, NoTorchScript, has_hooks
 from octavo.quant import QTensor
 from octavo.text import plural
 
@@ -84,6 +84,7 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     _allowed_unsupported: tuple[str, ...] = (
         KNOWN_SCALE,
+        CHANGED,
         WATCHED,
         HOOKS_OF_ALL,
     )  # what may keep a required rule from firing

@@ -3,7 +3,7 @@
 import importlib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,7 @@ def from_config(model: nn.Module, config: str | os.PathLike[str] | Mapping[str, 
         >>> [str(layer.recipe) for layer in (model[0], model[2])]
         ['fp8-current', 'bf16']
     """
-    data, name = (config, "the config") if isinstance(config, Mapping) else _read(config)
+    data, name = (config, "the config") if isinstance(config, Mapping) else read_file(config, "from_config")
     settings = data.get(SECTION, data)
     if not isinstance(settings, Mapping):
         raise UnsupportedConfig(
@@ -62,21 +62,24 @@ def from_config(model: nn.Module, config: str | os.PathLike[str] | Mapping[str, 
     return convert(model, recipe, policy, **given)
 
 
-def _read(path: Any) -> tuple[Mapping[str, Any], str]:
-    """Return what a file holds, and its name."""
+def read_file(
+    path: Any, title: str, others: Mapping[str, Callable[[str], Any]] | None = None
+) -> tuple[Mapping[str, Any], str]:
+    """Return the data that a TOML or YAML file holds, and its name. `others` are readers of further endings."""
     if not isinstance(path, str | os.PathLike):
-        raise UnsupportedConfig(f"from_config takes the path of a TOML or YAML file or a dict, got {path!r}.")
+        raise UnsupportedConfig(f"{title} takes the path of a TOML or YAML file or a dict, got {path!r}.")
     name = os.fsdecode(path)
     try:
         with open(name, encoding="utf-8") as file:
             text = file.read()
     except (OSError, ValueError) as error:
         raise UnsupportedConfig(f"The config file {name} cannot be read: {error}. Name a TOML or YAML file.") from None
-    read = _yaml(name) if name.endswith((".yaml", ".yml")) else tomllib.loads
+    ending = os.path.splitext(name)[1]
+    kind = "YAML" if ending in (".yaml", ".yml") else ending[1:].upper() if ending in (others or {}) else "TOML"
+    read = _yaml(name) if kind == "YAML" else (others or {}).get(ending, tomllib.loads)
     try:
         data = read(text)
     except Exception as error:  # each parser has errors of its own
-        kind = "YAML" if name.endswith((".yaml", ".yml")) else "TOML"
         raise UnsupportedConfig(f"The config file {name} is no {kind} of plain data: {error}. Correct it.") from None
     if _has_more_values(data, MOST_VALUES):
         raise UnsupportedConfig(

@@ -30,6 +30,7 @@ from octavo._torch.autograd import preserve_version_counter
 from octavo.communication.all_reduced_amaxes import all_reduced_cast, kept_amax
 from octavo.ops.linear_config import OperandCast
 from octavo.ops.operands import (
+    DENSE,
     DY_BUFFERS,
     W_PARTS,
     X_PARTS,
@@ -277,12 +278,22 @@ def weight_gradient(
     if target is None:
         return rows.weight_product(config, operands, DTYPES[config.weight_dtype])
     out = target.open(math.prod(shape[:-1]), shape[-1]).view(shape)
-    prepared = rows.prepared(config, operands, out.dtype)
+    return _delivered(config, target, rows, out, rows.prepared(config, operands, out.dtype), writes)
+
+
+def deliver(config: Any, dw: Tensor, target: Target | LazyTarget, writes: Writes | None) -> Tensor | None:
+    """Add or copy a dw of a dense layer to the memory of a target. Return None or zeros in its place."""
+    return _delivered(config, target, DENSE, target.open(*dw.shape), dw, writes)
+
+
+def _delivered(
+    config: Any, target: Target | LazyTarget, rows: Dense, out: Tensor, prepared: Any, writes: Writes | None
+) -> Tensor | None:
     if writes is None:
         _store(config, target, rows, out, prepared)
     else:
         writes.defer(_store, config, target, rows, out, prepared)
-    return torch.zeros(shape, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
+    return torch.zeros(out.shape, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
 
 
 def _store(config: Any, target: Target | LazyTarget, rows: Dense, out: Tensor, prepared: Any) -> None:

@@ -58,6 +58,7 @@ class Channel(NamedTuple):
     output_to_caller: bool = True
 
 
+CHANGED = "octavo.debug changes its tensors"  # why a layer whose tensors are changed joins no run
 WATCHED = "octavo.inspect watches its tensors"  # why a layer that is inspected joins no run
 HOOKS_OF_ALL = "hooks of all modules are registered"  # why no operation joins one: torch's register_module_forward_hook
 
