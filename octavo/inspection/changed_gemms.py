@@ -21,7 +21,7 @@ from octavo.kernels.gemm import product
 from octavo.ops import linear_layer
 from octavo.ops.linear_layer import Buffers, Inputs
 from octavo.ops.matmul import deliver, quantized, quantized_dy
-from octavo.ops.operands import DENSE, Backward, flat
+from octavo.ops.operands import DENSE, BackwardCall, flat
 from octavo.ops.operands import Saved as LinearSaved
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QTensor
@@ -113,7 +113,7 @@ class Saved(NamedTuple):
 
 
 class ChangedLinear(Layer):
-    """Computes what a Linear computes, GEMM by GEMM."""
+    """Compute what a Linear computes, GEMM by GEMM."""
 
     def forward(self, config: Any, inputs: Any) -> ForwardResult:
         call, changes = config.call, TABLES.get(config.table, NONE).of("fprop")
@@ -282,7 +282,7 @@ def _input_gradient(call: Any, changes: GemmChanges, inputs: Any, buffers: Any, 
     if changes.is_emulated:
         saved = _scaling(plain, given)
         left, right = _operands(
-            changes, plain, given, (flat(dy), w.T), ("dy", "w"), (Backward(plain, saved, buffers, None, DENSE), dy)
+            changes, plain, given, (flat(dy), w.T), ("dy", "w"), (BackwardCall(plain, saved, buffers, None, DENSE), dy)
         )
         found = product(left, right, dy.dtype, None, "precise").view(*dy.shape[:-1], w.shape[1])
     else:
@@ -305,7 +305,7 @@ def _weight_gradient(
         saved = _scaling(plain, given)
         left, right = _operands(
             changes, plain, given, (flat(dy).T, flat(x).T), ("dy", "x"),
-            (Backward(plain, saved, buffers, None, DENSE), dy),
+            (BackwardCall(plain, saved, buffers, None, DENSE), dy),
         )  # fmt: skip
         dw = product(left, right, DTYPES[call.weight_dtype], None, "precise")
     else:

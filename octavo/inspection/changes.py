@@ -68,18 +68,18 @@ class Change:
             raise UnsupportedConfig(f"{kind}.every is a number from 1 up, got {self.every!r}.")
 
     def takes(self, layer: str) -> bool:
-        """Whether the change is for the layer at this path."""
+        """Tell whether the change is for the layer at this path."""
         return any([fnmatchcase(layer, pattern) for pattern in self.layers])
 
     def is_on(self, step: int) -> bool:
-        """Whether the change applies in this step."""
+        """Tell whether the change applies in this step."""
         first, end = (0, None) if self.steps is None else self.steps
         return step >= first and (end is None or step < end) and (step - first) % self.every == 0
 
 
 @dataclass(frozen=True)
 class HighPrecision(Change):
-    """Runs one GEMM on its operands as they are, without codes.
+    """Run one GEMM on its operands as they are, without codes.
 
     Args:
         gemm: "fprop", "dgrad" or "wgrad".
@@ -99,7 +99,7 @@ class HighPrecision(Change):
 
 @dataclass(frozen=True)
 class Quantize(Change):
-    """Casts one operand of one GEMM by another quantizer. The product is that of the values of both operands' codes, in
+    """Cast one operand of one GEMM by another quantizer. The product is that of the values of both operands' codes, in
     high precision: what a format does to a tensor shows, its speed does not.
 
     Args:
@@ -135,7 +135,7 @@ class Quantize(Change):
 
 @dataclass(frozen=True)
 class Call(Change):
-    """Calls a function with one tensor of one GEMM. What the function returns takes the tensor's place there, and in no
+    """Call a function with one tensor of one GEMM. What the function returns takes the tensor's place there, and in no
     other GEMM; None leaves the tensor as it is.
 
     Args:
@@ -200,14 +200,17 @@ def _change_of(entry: Any, name: str) -> Change:
         raise UnsupportedConfig(f"A change in {name} has a kind, {', '.join(KINDS)}; got {entry!r}.")
     kind = KINDS[entry["kind"]]
     known = [field.name for field in fields(kind)]
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "kind"}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "kind"
+    }
     for key in given:
         if key not in known:
             takes = f"{nearest(key, known)} It takes {', '.join(known)}."
             raise UnknownSetting(f"A change {entry['kind']!r} in {name} has no {key!r}.{takes}")
     if "gemm" not in given:
         raise UnsupportedConfig(f"A change {entry['kind']!r} in {name} names its gemm: {', '.join(GEMMS)}.")
-    return kind(**given)
+    made: Change = kind(**given)
+    return made
 
 
 def _imported(name: str) -> Any:

@@ -145,7 +145,7 @@ class Offload:
         if device.type != "cuda":
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
 
@@ -175,7 +175,7 @@ class _Block:
             tensor._version,
         )
         known = self.known.get(key)
-        if known is not None and not known[0].expired() and (saved := known[1]()) is not None:
+        if known is not None and not known[0].expired() and (saved := known[1]()) is not None:  # type: ignore[no-untyped-call]
             return saved
         offload.saved_bytes += nbytes
         if offload.moved_bytes + nbytes > offload._share * offload.saved_bytes:
@@ -184,7 +184,7 @@ class _Block:
         saved = Saved(tensor, offload._memory, offload._stream(tensor.device))
         self.places[id(saved)] = len(self.order)
         self.order.append(weakref.ref(saved))
-        self.known[key] = StorageWeakRef(storage), weakref.ref(saved)
+        self.known[key] = StorageWeakRef(storage), weakref.ref(saved)  # type: ignore[no-untyped-call]
         return saved
 
     def unpack(self, packed: Any) -> Tensor:
