@@ -6,6 +6,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from tests.test_import_order import ORDER
+
 ROOT = Path(__file__).parent
 MOODS = {"surprises", "corners", "breaches", "misc", "more", "others", "various", "acceptance"}
 
@@ -172,3 +176,19 @@ def test_the_package_uses_the_words_of_its_field():
         for match in pattern.finditer(path.read_text())
     }
     assert found == set()
+
+
+ROOMS = sorted(path.parent for path in (ROOT.parent / "octavo").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_opens_with_its_files_and_the_rooms_that_it_may_import(room):
+    """The docstring has a line `    name    what is in it` for each file and folder, and for none that is not there."""
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    files = {path.stem for path in room.glob("*.py")} | {path.parent.name for path in room.glob("*/__init__.py")}
+    listed = set(re.findall(r"^    ([a-z_0-9]+)  +\S", text, re.M))
+    assert listed - files == set()
+    # a folder of kernels opens with a docstring of its own, so that a new family needs no line
+    assert files - listed - {"__init__", "__main__"} == set() or room.name == "kernels"
+    above = ORDER[ORDER.index(room.name) - 1]
+    assert text.endswith(f"This room may import rooms up to `{above}`.")
