@@ -70,6 +70,7 @@ def sigmoid(x, ALPHA: tl.constexpr):
 
 @triton.jit
 def relu(x, ALPHA: tl.constexpr):
+    # comparisons that NaN fails: it passes through
     return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
 
 
