@@ -6,6 +6,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from tests.test_import_order import ORDER
+
 ROOT = Path(__file__).parent
 MOODS = {"surprises", "corners", "breaches", "misc", "more", "others", "various", "acceptance"}
 
@@ -172,3 +176,43 @@ def test_the_package_uses_the_words_of_its_field():
         for match in pattern.finditer(path.read_text())
     }
     assert found == set()
+
+
+ROOMS = sorted(path.parent for path in (ROOT.parent / "octavo").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_opens_with_its_files_and_the_rooms_that_it_may_import(room):
+    """The docstring has a line `    name    what is in it` for each file and folder, and for none that is not there."""
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    files = {path.stem for path in room.glob("*.py")} | {path.parent.name for path in room.glob("*/__init__.py")}
+    listed = set(re.findall(r"^    ([a-z_0-9]+)  +\S", text, re.M))
+    assert listed - files == set()
+    # a folder of kernels opens with a docstring of its own, so that a new family needs no line
+    assert files - listed - {"__init__", "__main__"} == set() or room.name == "kernels"
+    above = ORDER[ORDER.index(room.name) - 1]
+    assert text.endswith(f"This room may import rooms up to `{above}`.")
+
+
+def places():
+    """(files of the package, names in them) of each row of "Where is it" on the page about the architecture."""
+    page = (ROOT.parent / "docs/architecture.md").read_text()
+    table = page[page.index("## Where is it") :].split("\n## ")[0]
+    for row in re.findall(r"^\| .* \| (.*) \|$", table, re.M)[1:]:
+        words = re.findall(r"`([^`]+)`", row)
+        yield [word for word in words if "/" in word], [word for word in words if "/" not in word and ".py" not in word]
+
+
+def test_the_places_of_behaviours_exist():
+    package = ROOT.parent / "octavo"
+    rows = list(places())
+    assert len(rows) >= 25
+    for paths, names in rows:
+        assert paths and all((package / path).exists() for path in paths), paths
+        files = [
+            file
+            for path in paths
+            for file in (package.glob(path) if path.endswith(".py") else (package / path).glob("*.py"))
+        ]
+        text = "".join(file.read_text() for file in files)
+        assert [name for name in names for part in name.split(".") if not re.search(rf"\b{part}\b", text)] == []

@@ -1,5 +1,26 @@
 """The `octavo` command. A subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`; its
-docstring is its help text."""
+docstring is its help text.
+
+    commands                    the parser: the subcommands by name, without importing them
+    doctor                      octavo doctor
+    train                       octavo train; its models and its loop are in `octavo.demo`
+    bench                       octavo bench, a file for each bench
+    explain_command             octavo explain
+    inspect_command             octavo inspect
+    compare_command             octavo compare
+    convert_command             octavo convert
+    convert_checkpoint_command  octavo convert-checkpoint
+    options                     values of options, checked before any work
+    target                      the argument module:function
+    output                      a report, printed and as JSON, after Ctrl-C too
+    timing                      timers of the benches
+    machine                     the machine that a report describes
+    known_bad                   known defects of the installed torch and triton
+
+    octavo NAME ... -> commands -> NAME.run(arguments) -> output -> exit code
+
+This room may import rooms up to `demo`.
+"""
 
 import os
 import shlex

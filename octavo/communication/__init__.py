@@ -2,11 +2,17 @@
 
     groups              process groups by name: a graph with a group object in it cannot be cached
     collectives         gathers, sums and scatters that carry gradients; gathers of codes
+    all_to_all          rows that change ranks
     tensor_parallel     column and row parallel layers, with sequence parallelism: the collectives before and after
     amax_reduction      each rank measures its part, and the maximum over ranks counts
     all_reduced_amaxes  a cast by such amaxes, so that x and w have the codes of one process
+    sharded_weights     weights that FSDP2 gathers as codes
     rank_checks         what must be equal on all ranks, compared once
+
+    x of this rank -> tensor_parallel.gathered -> codes of all ranks -> the layer's node -> y -> a sum or a scatter
 
 A layer's own functions run between two collectives and know nothing of ranks. torch's styles are in
 `octavo.distributed`.
+
+This room may import rooms up to `optim`.
 """

@@ -1,14 +1,15 @@
 """What torch.distributed asks of a model: styles for `parallelize_module`, DTensor parameters, stages of pipelines.
 
-    ColwiseParallel, RowwiseParallel    styles of a plan for torch.distributed.tensor.parallel.parallelize_module
-    distribute_parameters               DTensors in the place of parts that a constructor made
-    set_amax_group                      the ranks that agree on the scales of these layers
-    gather_codes                        FSDP2 gathers weights as codes
-    dw_builder                          of a stage of torch.distributed.pipelining, from backward_dw() of its layers
-    sharded_state_dict                  a state dict that knows which experts each rank has
+    styles          ColwiseParallel and RowwiseParallel, of a plan for parallelize_module
+    parameters      distribute_parameters: DTensors of what a constructor made; sharded_state_dict: of experts
+    gather_codes    FSDP2 gathers weights as codes
+    amax_groups     set_amax_group: the ranks that reduce the amaxes of these layers
+    pipelines       dw_builder: the dw of a stage of torch.distributed.pipelining, from backward_dw() of its layers
 
 Parameters are DTensors at rest, for checkpoints and optimizers; kernels get this rank's part. Import it by itself:
-`from octavo.distributed import ColwiseParallel`.
+`from octavo.distributed import ColwiseParallel`. Collectives are in `octavo.communication`.
+
+This room may import rooms up to `fusion`.
 """
 
 from octavo.distributed.amax_groups import set_amax_group

@@ -1,7 +1,34 @@
 """Reports about a model: what a compiler made of it, and what a recipe does to its tensors.
 
-explain             graphs, nodes, fusions chosen and refused, recipes of layers
-inspect, compare    a recipe's errors, layer by layer, beside a float32 reference; two recipes side by side
-capture, measure, statistics, findings, tensor_rows, inspected_layer, steps   the parts of these
-webpage, charts                                                       how pages are written, for all reports
+What a compiler made of it:
+
+    explain             octavo.explain: graphs, nodes, fusions chosen and refused, recipes of layers
+    capture             a backend that records graphs and what the compiler logs
+    report              the report of explain, as values
+    model_memory        the memory of a training step, by module
+
+What a recipe does:
+
+    inspect             octavo.inspect: the errors of a recipe, layer by layer
+    inspected_layer     a layer while it is inspected
+    measure             one call, beside a float32 reference
+    statistics          the numbers that are kept of each tensor
+    tensor_rows         the rows of a report
+    findings            faults that these numbers show, as sentences
+    advice              other recipes for the layers at fault, tried
+    compare             octavo.compare: two recipes side by side
+    steps               one forward and backward on a batch
+
+Pages:
+
+    inspection_page     the page of an inspection
+    heat                its heat map
+    picture             a tensor's magnitudes over what its format can hold
+    webpage             how pages are written, for all reports
+    charts              curves
+    provenance          how a report was made
+
+    a call -> inspected_layer -> measure -> statistics -> tensor_rows -> findings -> advice -> inspection_page
+
+This room may import rooms up to `checkpoints`.
 """

@@ -36,6 +36,7 @@ def answer_of(gemm: Callable[[], Result]) -> Result:
     """Run a GEMM. What it raises is its answer, unless the device has no memory left or has failed."""
     try:
         return gemm()
+    # no answer of the GEMM: the next call probes again
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
         raise
     except Exception as error:
@@ -49,8 +50,10 @@ def verdict(what: str, device: torch.device, probe: Callable[[], float], instead
     what is done."""
     reason = ""
     try:
+        # the call around may trace, or record: the probe is no part of it
         with apart():
             worst = probe()
+        # NaN is wrong too
         if not worst <= 1.0:
             reason = f"{what} is off its error bound by a factor {worst:.3g}"
     except Refused as error:
@@ -64,6 +67,7 @@ def verdict(what: str, device: torch.device, probe: Callable[[], float], instead
 
 def noise(*shape: int, seed: int) -> Tensor:
     """Return numbers on the CPU, the same on every machine, whose rows have four magnitudes."""
+    # named: a default device must not change what is drawn
     generator = torch.Generator(device="cpu").manual_seed(seed)
     x = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
     return x * 2.0 ** (torch.arange(shape[-2], dtype=torch.float32, device="cpu") % 4)[:, None]
@@ -72,4 +76,5 @@ def noise(*shape: int, seed: int) -> Tensor:
 def error_of(got: Tensor, want: Tensor, size: Tensor, relative: float, bias: Tensor | float = 0.0) -> float:
     """Return the largest error as a fraction of its bound (docs/numerics.md): `want` is the exact result, `size` the
     sum of its absolute products, `bias` the absolute value of what was added to it."""
+    # an error of the sum, which grows with its terms, and one of the last rounding
     return float(((got - want).abs() / (relative * size + 2**-8 * (want.abs() + bias))).max())

@@ -6,8 +6,17 @@ a small kernel runs. A `Launch` holds everything of a call except its tensors; t
 are aligned to 16 bytes, since a kernel is compiled for those. From the second time on it calls the compiled kernel
 directly, with pointers as integers.
 
-The direct call is private to Triton, so two kernels are launched both ways first (`check.py`); where the results
-differ, every launch takes the public call. A `Launch` holds compiled kernels and never a tensor.
+    rules       what a Launch can launch, refused in a sentence when it is made
+    check       two kernels that prove the direct call on this machine
+    __init__    Launch itself
+
+    kernel, grid, sizes -> Launch -+- first call of a signature: Triton's public call, which compiles
+                                   +- later calls: the compiled kernel, directly
+
+The direct call is private to Triton, so two kernels are launched both ways first (`check`); where the results differ,
+every launch takes the public call. A `Launch` holds compiled kernels and never a tensor.
+
+This room may import rooms up to `backend`.
 """
 
 import sys

@@ -1,25 +1,31 @@
 """Parts of mixtures of experts; `octavo.MoE` is the whole.
 
-    Router          a linear layer that computes logits in float32
-    route           the experts of each token and their weights, from logits
-    counts          the number of assignments of each expert
-    update_bias     a step of the bias that balances the load
-    aux_loss        a loss for a balanced load
-    z_loss          a loss for small logits
-    pack_mask       a mask as bits; unpack_mask is the way back
-    sort            which row each token's assignments get, from an index or a mask
-    sort_by_rank    the same, with a fixed number of rows for each rank of experts
-    sort_chunks     the same for rows that arrived in chunks, such as those of each expert from each rank
-    permute         tokens copied to these rows, the rows of an expert one after the other
-    unpermute       the rows of each token, summed, with probabilities or without
-    permute_probs   the probability of each row
-    Experts         the experts of a mixture as one module, from routed tokens to their weighted sum
-    ExpertParallel  a dispatcher for experts of which each rank has a part
-    DeepEP          the same by DeepEP's kernels
-    Dispatch        what a dispatcher of `octavo.MoE` has; LocalDispatch is one within a process
+    mixture                 octavo.MoE: router, experts, shared experts, losses, load
+    router                  Router: a linear layer that computes logits in float32
+    router_logits_layer     its functions
+    routing                 route, counts, update_bias: the experts of each token, and the bias that balances them
+    losses                  aux_loss and z_loss
+    permutation             sort, permute, unpermute, permute_probs: tokens to the rows of their experts, and back
+    token_sort_layer        the sort's functions
+    permute_probs_layer     those of the probability of each row
+    rank_sort               sort_by_rank: a fixed number of rows for each rank of experts
+    chunk_sort              sort_chunks: rows that arrived in chunks
+    experts                 Experts: from routed tokens to their weighted sum
+    functional              octavo.grouped_linear
+    dispatch                Dispatch: what a dispatcher has; LocalDispatch is one within a process
+    expert_parallel         ExpertParallel: experts over ranks; who sends what
+    expert_exchange         how rows get there, and back
+    payload                 rows on the way: values, or codes with scales
+    dispatched_experts      the experts between the two calls of a dispatcher
+    deep_ep                 DeepEP: the same by DeepEP's kernels
+
+    x -> router -> route -> sort -> permute -> fc1 -> activation -> fc2 -> unpermute -> y
+                              dispatch -> the same on the ranks of the experts -> combine
 
 Between `permute` and `unpermute` run `octavo.GroupedLinear` or `octavo.grouped_linear` with `Permutation.sizes`. No
 function reads a value on the host.
+
+This room may import rooms up to `distributed`.
 """
 
 from octavo.moe.chunk_sort import sort_chunks

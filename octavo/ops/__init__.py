@@ -8,6 +8,66 @@ rules fuse them.
     FusedOperation, Rule, Condition                     a fused operation of your own, and where it applies
     Forward, Backward, Joint, register_*_fusion         put a rule into force: for one Sequential, or for all
     OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY            keywords in op_kwargs for buffers of the caller
+
+A file `*_layer` has pure functions (`octavo.runtime.contract`), the file beside it the module.
+
+What every operation has:
+
+    operation               what an operation answers to a run
+    inputs                  checks of x and of weights
+    settings                attributes from which others follow
+    foreign_keywords        Transformer Engine's keywords, each with the line to write in its place
+
+Layers of GEMMs:
+
+    linear                  octavo.Linear
+    linear_layer            its functions: forward, abstract, save, backward
+    linear_config           its config: which GEMMs run, and what backward keeps
+    matmul                  the casts and GEMMs, once for dense rows and rows in groups
+    operands                Dense rows, and the tensors that cross from forward to backward
+    grouped_linear          octavo.GroupedLinear
+    grouped_linear_layer    its functions, and Ragged rows
+    grouped_inputs          sizes of groups, codes of x, scales of the bias
+    grouped_memory          y, dx and codes of dy in memory of the caller
+    grouped_parameters      one parameter for all groups, or one for each
+    split_layer             a layer with a part of a weight: collectives before and after its node
+    shard_cast_layer        the cast of a rank's own rows, before they are gathered
+    amaxes_layer            the amaxes that ranks reduce before they cast
+
+The recipe of a layer, and its state:
+
+    quantized               Quantized: a module with a weight that a recipe quantizes
+    recipe_state            RecipeState: the recipe, and what it keeps from call to call
+    recipe_of_layers        the recipe of a block
+    schedule                recipes that change at a step
+    hidden_buffers          buffers that `buffers()` does not list
+    rounding_seed           the seed of stochastic rounding
+    published_codes         weights of checkpoints that are codes of another package
+
+Other operations:
+
+    norm                    LayerNorm, RMSNorm, L2Normalization
+    norm_layer              their functions
+    activation              activations, Bias, ConstantScale
+    scaled_activation       activations with a scale for each row
+    dropout                 Dropout
+    activation_layer        the functions of these
+    coded_activation_layer  the same where backward keeps x as codes
+    attention               attention with rotary positions
+    rotary_layer            rotary positions
+    collective              AllGather, AllReduce, ReduceScatter
+    quantize                Quantize
+    rounding_layer          its functions
+    views                   Identity, Reshape, AddExtraInput, MakeExtraOutput
+    add_layer               x + extra
+    fork_layer              x, and x as a side output
+    permute                 Permute and Unpermute
+    permute_layer           tokens to the rows of their experts
+    unpermute_layer         and back
+
+    module: weight, recipe, state -> Stage -> octavo.runtime.call -> layer: casts, kernels -> y
+
+This room may import rooms up to `communication`.
 """
 
 from importlib import import_module

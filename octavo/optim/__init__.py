@@ -3,8 +3,12 @@
     adamw       AdamW: master values and moments of the optimizer's own, codes as the weight
     sharded     the part of a DTensor that a rank updates
 
-An optimizer of this room updates its master values in one pass (`octavo.kernels.adamw`) and casts them into the codes
-of a weight (`octavo.quantize_weights(model, trainable=True)`). It updates plain parameters, too.
+    gradient -> master values, moments (`octavo.kernels.adamw`, one pass) -> codes of the weight
+
+Such a weight is one of `octavo.quantize_weights(model, trainable=True)`. An optimizer of this room updates plain
+parameters, too.
+
+This room may import rooms up to `weights`.
 """
 
 from octavo.optim.adamw import AdamW

@@ -5,6 +5,19 @@
     octavo.recipes.Block(scale="fp32")               by class
 
 The last two give equal values.
+
+    recipe              Recipe: three GEMMs of two quantizers each, and the overrides that every recipe takes
+    ambient             octavo.autocast, microbatch and dry_run: what a block of a program sets for layers in it
+    amax_algorithms     how a window of amaxes becomes one, by name
+    bf16                no quantization
+    block               blocks of 128
+    current             one scale, from the tensor itself
+    delayed             one scale, from earlier steps
+    mxfp8               blocks of 32, a power of two each
+    nvfp4               four bits
+    rowwise             a scale for each row
+
+This room may import rooms up to `kernels`.
 """
 
 from octavo import values

@@ -106,6 +106,7 @@ class ChainLayer(Layer):
         for step in config.steps:
             first, last = step.first, step.last
             stages[first] = stages[first]._replace(x=x)
+            # this frame's name would keep x until the step is done
             del x
             made += _run_step(config, step, stages, made)
             for i in range(first, last):
@@ -114,11 +115,13 @@ class ChainLayer(Layer):
                 auxiliary += made[i].auxiliary
                 saved += config.layers[i].save(config.stages[i], named, made[i])
             x = made[-1].outputs[0]
+            # what a stage was given and made is freed, unless a later stage takes it
             for i in range(first, last):
                 stages[i] = None
                 if i not in producers:
                     made[i] = None
         if saving and out is not None:
+            # y was written to this memory already: backward would read it in the place of what was saved
             _refuse_out_over_saved(out, saved)
         return ForwardResult((x, *sides), tuple(auxiliary), ()), tuple(saved)
 
@@ -161,6 +164,7 @@ class ChainLayer(Layer):
         passed: dict[int, int] = {}
         for i in reversed(range(len(config.stages))):
             layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
+            # no gradient goes further back than here
             if not any(wanted):
                 return passed
             of_stage = layer.gradient_aliases(config.stages[i])
@@ -208,6 +212,7 @@ class ChainLayer(Layer):
             dys[-1] = (g, *dys[-1][1:])
             if not any([t is not None for stage_dys in dys for t in stage_dys]):
                 continue  # nothing that depends on these stages has a gradient, and neither have they
+            # the list gives up its references: the step holds the only ones, and frees them as it goes
             own, parts[first:last] = parts[first:last], [()] * (last - first)
             found[first:last] = _step_back(config, step, own, stage_buffers[first:last], dys, writes)
             g = found[first][0]
@@ -314,9 +319,11 @@ def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> For
         t for layer, stage, inputs, m in zip(config.layers, config.stages, stages, made, strict=True)
         for t in layer.save(stage, inputs, m) if t is not None
     ]  # fmt: skip
+    # a fork's value is x itself, which is an input or an earlier value already
     between = [None if config.forks[i] else made[i].outputs[0] for i in range(len(made) - 1)]
     between += [made[i].outputs[1 + k] for i, k in config.loose]
     kept = [
+        # a node returns no tensor twice, and no value that nothing saved
         t if t is not None and any(t is s for s in saved) and not any(t is o for o in outputs) else None
         for t in between
     ]
@@ -345,6 +352,7 @@ def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
             values.append(values[-1])
         else:
             kept, after = made.intermediates[i], made.outputs[config.chain_output_spans[i + 1]]
+            # then the value left the node as that output, and was not returned a second time
             is_output = config.forks[i + 1] and len(after) > 0  # the next stage returned it
             values.append(after[0] if kept is None and is_output else kept)
     return [*values, made.outputs[0]]
@@ -414,6 +422,7 @@ def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: lis
     """Return the gradients of a stage's side outputs."""
     sums = []
     for terms in _side_terms(config, grads, stage, found):
+        # in the order of `config.sums`, in which autograd would add them: the bits depend on it
         here = [g for g in terms if g is not None]
         sums.append(None if not here else here[0] if len(here) == 1 else sum(here[1:], here[0]))
     return sums

@@ -28,11 +28,13 @@ def forward(text: str, *, fixed: bool) -> Node:
     work = _NodeWork(parsed.run, parsed.is_cached["forward"], fixed)
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
+        # a mode must see the operator: SAC, FLOP counters and fake tensors ask for it
         if dispatch_depth() > 0:
             made: list[Tensor] = torch.ops.octavo.run(tensors, text)
             return made
         if parsed.writes:
             parsed.refuse(tensors[::-1])
+        # by the node alone: its call string decided everything but the layout of its tensors
         hit = find(work.decided, tensors)
         return work(tensors) if hit is None else hit.replay(tensors)[1]
 
@@ -52,6 +54,7 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
         if parsed.gradient_buffers:
             parsed.begin_writes(tensors)
         hit = find(work.decided, tensors)
+        # no operator counts a version, so that there is none to preserve
         if hit is not None and not hit.replay.mutates:  # type: ignore[attr-defined]
             return hit.replay(tensors)[1]
         written = parsed.written_by_backward(tensors)

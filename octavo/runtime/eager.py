@@ -117,6 +117,7 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     """Run one call. Return outputs, then auxiliary outputs. Messages name the `owner` by its `op_describe()`."""
     prepared, out = _prepared(LAYERS[stage.name], stage.key), stage.out
     fields: list[Any] = [x, *stage.inputs]
+    # a write to memory that a graph in flight has saved must be noticed: the versions say so
     if out is not None:
         at = prepared.layer.out_place(prepared.config)
         assert at is not None
@@ -317,6 +318,7 @@ def _backward_of(
         return None, tuple(layer.backward(config, _taken(packing(marks), tensors), own, grads))
 
     decided = layer, "backward", prepared.key, f"{marks},{more.marks}" if marks else more.marks, *modes
+    # without a target among the buffers the recording does all that there is to do
     if not any(modes):
         return call_cache.run(decided, tensors, work, hit_key)[1]
     return _written(buffers, places, lambda: call_cache.run(decided, tensors, work)[1])

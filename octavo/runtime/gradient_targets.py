@@ -33,6 +33,7 @@ class Writes:
         due = sum([write is advance and arguments[0].data_ptr() == seed.data_ptr() for write, arguments in self._due])
         if not due:
             return seed
+        # the counter itself moves when the backward is done: until then a second cast draws after the first
         ahead = seed.clone()
         ahead[1:].add_(due)
         return ahead
@@ -107,12 +108,14 @@ def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Te
                 f"weight.main_grad of a group must be contiguous, so that dw lands in it; got {tuple(buffer.shape)} "
                 f"with strides {buffer.stride()}. Make it contiguous."
             )
+    # adjacent buffers are one matrix for the GEMM, which adds to them without a copy
     joined = joined_rows(parts) if len(parts) == len(buffers) else None
     if joined is not None:
         return joined, None
     spans = sorted([span(part) for part in parts])
     if any([end > start for (_, end), (start, _) in pairwise(spans)]):
         raise UnsupportedConfig("weight.main_grad of two groups overlap. Give each group memory of its own.")
+    # float32, whatever the buffers are: dw is rounded once, when it is spread
     loose = torch.zeros(rows, columns, dtype=torch.float32, device=buffers[0].device)
     return loose, loose
 
@@ -134,6 +137,7 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
     into = [buffer for buffer, _ in pairs]
     parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
     if mode == "add":
+        # one launch for all weights
         foreach_add_(into, parts)
     else:
         foreach_copy_(into, parts)

@@ -61,6 +61,7 @@ from octavo.runtime.transforms import why_active
 @torch.library.custom_op("octavo::run", mutates_args=())
 def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
     parsed = node_call(call)
+    # at run time: hooks and memory are those of the call, not of the trace
     parsed.refuse(tensors[::-1])
     return cached(parsed, "forward", tensors, parsed.run)
 
@@ -93,6 +94,7 @@ def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
 def _run_bwd(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]:
     parsed = node_call(call)
     parsed.begin_writes(tensors)
+    # a forward that is in flight may have saved the same buffers, and would refuse to go on
     with preserve_version_counter(parsed.written_by_backward(tensors)):
         return cached(parsed, "backward", tensors, partial(parsed.run_backward, mask, copies), mask, copies)
 
@@ -105,6 +107,7 @@ def _(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]
     return [*found, *[torch.empty_like(tensors[at]) for at in parsed.gradient_buffers.values()]] if copies else found
 
 
+# a backward whose gradients nothing uses still writes to main_grad and the running amax
 has_side_effect(torch.ops.octavo.run_bwd.default)
 
 
@@ -127,12 +130,14 @@ def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int
     ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
     # without a grad_fn no operation of a graph made x, and none reads its gradient
     ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.gradient_buffers)
+    # or autograd would allocate zeros for every output without a gradient
     ctx.set_materialize_grads(False)
     return len(said.outputs)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     found: list[Tensor | None] = [None] * ctx.total
+    # only auxiliary outputs were used, which carry no gradient
     if all(g is None for g in grads[: len(ctx.outputs)]):
         return found, None
     parsed = node_call(ctx.call)
@@ -141,6 +146,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     except RuntimeError as error:
         explain_modified(error, title_of(None, parsed.layer), ctx.call)
         raise
+    # a node's tensors are fixed when it is traced: an output without a gradient counts as zero
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
     made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
     results, copies = iter(made), iter(made[len(made) - len(parsed.gradient_buffers) :])
@@ -212,6 +218,7 @@ def _define_into(name: str, places: int) -> Any:
         begin_write_at(tensors[-1], out.nbytes)
         begin_write(out)
         made = parsed.layer.forward(parsed.config, parsed.inputs_into(tensors, out))
+        # a later write to this memory is an error of the program that backward must notice
         keep(out, out)  # y will be a view of it
         return _in_places(made, out, places)
 
@@ -321,6 +328,7 @@ def run_into(stage: Stage, x: Any, out: Tensor, shape: tuple[int, ...]) -> list[
     call = _call_string(stage, x, tensors)
     name = "run_into" if stage.name != "chain" else _into_chain(stage.key)
     operator = getattr(torch.ops.octavo, name)
+    # an operator that mutates has no gradient: `attach` carries it
     with torch.no_grad():
         # an empty view that tells where `out` is: a compiler may pass a copy of a tensor that is written to
         place = out.detach()[:0]

@@ -77,6 +77,7 @@ class NodeCall:
     def run_backward(self, mask: str, copies: bool, tensors: list[Tensor]) -> list[Tensor]:
         """Run backward, as it is written, on the tensors of `octavo::run_bwd`. The list is emptied, so that the layer
         can free what was saved."""
+        # taken before the list is emptied
         (saved, dys), buffers = self.split(tensors, mask), self.buffers_of(tensors)
         copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
         tensors.clear()
@@ -137,6 +138,7 @@ class NodeCall:
         first = place.untyped_storage().data_ptr() + int(place.storage_offset()) * place.element_size()
         for t in tensors[: self.count] if self.is_chain else ():
             start, end = span(t)
+            # the last tensor is an empty view: it tells where the memory begins, also if a compiler passes a copy of it
             if start < first + nbytes and first < end:
                 refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
 

@@ -42,6 +42,7 @@ step_listeners: list[Callable[[Sequence[Tensor]], None]] = []  # functions that 
 @torch.library.custom_op("octavo::advance", mutates_args=())
 def _advance(weights: Sequence[Tensor]) -> None:
     """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
+    # a graph writes to weights without counting, and caches of codes compare versions
     torch.autograd.graph.increment_version(list(weights))
     graph_steps[0] += 1
     for listener in step_listeners:
@@ -61,6 +62,7 @@ def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, call
     _, name, key = call.split("|", 2)
     layer = LAYERS[name]
     found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
+    # the fake says so: a compiler reads strides from it
     return found.contiguous()
 
 

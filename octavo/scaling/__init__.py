@@ -9,4 +9,7 @@
     cast of x, w, dy  raises a running amax  ->  octavo.step moves it into the window  ->  the next step's scale
 
 The state is tensors at fixed addresses, so that a CUDA graph may read and write it. Scales that are measured in the
-call itself (fp8-current, blocks) need nothing of this room."""
+call itself (fp8-current, blocks) need nothing of this room.
+
+This room may import rooms up to `recipes`.
+"""

@@ -26,6 +26,7 @@ def _(amaxes: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("octavo::write_amaxes", mutates_args=("amaxes",))
 def _write(amaxes: list[Tensor], values: Tensor) -> None:
+    # one launch; the addresses stay, which captured graphs have
     foreach_copy_(amaxes, list(torch.split(values, [t.numel() for t in amaxes])))
 
 
@@ -45,6 +46,7 @@ def _(states: list[Tensor], algorithm: str, margin: int, sharing: list[int]) -> 
     return None
 
 
+# an operator takes flat lists: states follow each other, field by field
 _FIELDS = len(DelayedState.__dataclass_fields__)
 
 

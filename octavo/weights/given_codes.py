@@ -43,6 +43,7 @@ def _stored(spec: Quantizer, scale: Tensor) -> Tensor:
         if not scale.dtype.is_floating_point or scale.dtype.itemsize == 1:
             raise UnsupportedDtype(f"scales of {spec} are numbers in float32, got {scale.dtype}.")
         return scale.float()
+    # a float there may be the decoded scale, or its inverse: a byte is neither
     if scale.dtype.itemsize != 1:
         raise UnsupportedDtype(f"scales of {spec} are bytes of its scale format, got {scale.dtype}.")
     return scale.view(torch.uint8)
@@ -61,12 +62,14 @@ def laid_out(kind: Kind, spec: Quantizer, given: Parts, dtype: torch.dtype) -> P
     layer: Any = LAYERS[kind.layer]
     codes, scale, *level2 = given
     proto = layer.abstract_weight(layer.config(kind.key), TensorProto(kind.shape, dtype, codes.device))[0]
+    # the program's memory becomes the weight's, without a copy
     kept = codes.is_contiguous() and codes.numel() == _size(proto.codes.shape)
     own = (
         codes.view(proto.codes.shape)
         if kept
         else torch.zeros(proto.codes.shape, dtype=torch.uint8, device=codes.device)
     )
+    # a layer reads scales in its own order, and pads groups: zero makes padding decode to zero
     own_scale = proto.scale.empty().zero_()
     groups = 1 if codes.dim() == 2 else codes.shape[0]
     height = own.shape[0] // groups

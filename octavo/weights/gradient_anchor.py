@@ -23,6 +23,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        # parameters of groups share the codes, and each has its own gradient
         parts = grad.unbind() if ctx.several else (grad,)
         return tuple(g if needed else None for g, needed in zip(parts, ctx.needs_input_grad, strict=True))
 
@@ -41,6 +42,7 @@ def linked_anchor(parts: Sequence[Any]) -> Tensor:
     """Return an anchor whose gradient goes to the parameters that the weight consists of."""
     if torch.compiler.is_compiling():
         return anchor_in_graph(parts, parts[0].kind.shape)
+    # frozen codes need no node of autograd
     if torch.is_grad_enabled() and any([p.requires_grad for p in parts]):
         try:
             found: Tensor = _Anchor.apply(*parts)  # type: ignore[no-untyped-call]

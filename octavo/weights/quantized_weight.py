@@ -111,6 +111,7 @@ class QuantizedWeight(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the values of the codes, as a plain tensor whose gradient goes to this weight."""
+        # the gradient goes to the weight by `Join`, and not through the decoding
         with torch.no_grad():
             values = self.values()
         found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
@@ -130,6 +131,7 @@ class QuantizedWeight(Tensor):
         kind, dtype = self.kind, self.dtype if dtype is None else dtype
         if self.group is None:
             return values_of(kind, codes_of(self, "row"), kind.shape, dtype)
+        # a group's scales may lie between those of others: they are copied to where one group alone would have them
         row, _ = room_for(kind, self.dtype, self.device, groups=1)
         for own, part in zip(row, self.own_codes(), strict=False):
             own.copy_(part)
@@ -143,6 +145,7 @@ class QuantizedWeight(Tensor):
     def write(self, values: Tensor, amaxes: Tensor | None = None) -> None:
         """Quantize values of the whole weight, or of the group, once: those in float32 are not rounded before. A caller
         that has measured the values passes their `amaxes()`, float32; the cast then does not measure them again."""
+        # as bits, twice: row and column of a tensorwise cast share one amax
         measured = () if amaxes is None else (amaxes.view(torch.int32),) * 2
         if self.group is None:
             cast = WeightCast(values, codes_of(self, "row"), codes_of(self, "column"), all_reduced=measured)
@@ -185,6 +188,7 @@ class QuantizedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, nn.Parameter)
+        # attributes of users travel with a parameter; torch's mark of one is set anew
         attributes = {name: value for name, value in self.__dict__.items() if name != PARAMETER_MARK}
         where = self.tensors(), self.kind, self.group, self.steps, tuple(self.shape), tuple(self.stride())
         return _rebuilt, (where, is_parameter, self.requires_grad, attributes)
@@ -206,6 +210,7 @@ class QuantizedWeight(Tensor):
             return  # w.data += x has written there already
         if value.shape != self.shape or value.device != self.device:
             self.refuse(f"data of {tuple(value.shape)} on {value.device} would take its place")
+        # the write would otherwise change what it still reads
         overlaps = isinstance(value, QuantizedWeight) and value.row_codes is self.row_codes
         with torch.no_grad():
             self.copy_(value.clone() if overlaps else value)
@@ -228,6 +233,7 @@ class QuantizedWeight(Tensor):
             if func is aten.unbind.int:
                 return self.groups()
             return self._made(self.tensors(), self.kind, range(self.kind.shape[0])[arguments[1]])
+        # on meta: the operator runs for its shape alone, and for its errors
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         viewed = func(like, *arguments, **keywords)
         plain = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)  # lists have no hash
@@ -237,6 +243,7 @@ class QuantizedWeight(Tensor):
         return [self._seen(step._replace(which=i), part) for i, part in enumerate(viewed)]
 
     def _seen(self, step: ViewStep, like: Tensor) -> Any:
+        # a view as another dtype would show bits of values that do not exist
         if like.dtype != self.dtype:
             self.refuse(f"{step.operator} would show its bits as {like.dtype}, which it does not have")
         return self._made(self.tensors(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())

@@ -30,6 +30,7 @@ def export_codes(layer: Any) -> dict[str, Tensor]:
     if weight is None or weight.is_meta:
         return {}
     found = {name: _entry(weight, name) for name in entry_names(layer)}
+    # kept values do not follow from codes: without them an update that was too small for a code is lost
     found |= {_master(weight.kind, group): values for group, values in kept_values(weight).items()}
     return {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in found.items()}
 
@@ -39,6 +40,7 @@ def entry_names(layer: Any) -> list[str]:
     weight = _whole(layer)
     if weight is None:
         return []
+    # column codes that are row codes transposed need no entry
     sides = ROW if weight.kind.turns else (*ROW, *COLUMN)
     return [_prefix(weight.kind) + name for name in sides if getattr(weight, name) is not None]
 
@@ -72,10 +74,12 @@ def restore_codes(layer: Any, rest: dict[str, Tensor]) -> None:
     weight, names = _whole(layer), entry_names(layer)
     if weight is None or weight.is_meta or not names or not all(name in rest for name in names):
         return
+    # taken out with the codes, so that what is left in the state is known to be unread
     masters = [(group, rest.pop(name)) for name, group in _masters_in(layer, rest)]
     with torch.no_grad():
         for name in names:
             _entry(weight, name).copy_(rest.pop(name))
+        # and are made again here
         if (column := codes_of(weight, "column")) and weight.kind.turns:
             fill_columns(weight.kind, codes_of(weight, "row"), column, weight.dtype)
         weight.note_write()

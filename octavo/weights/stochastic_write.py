@@ -22,6 +22,7 @@ def check_stochastic(weight: Any) -> None:
             f"master='none' rounds codes of E4M3, and this weight has {spec.fmt.name} in {weight.kind.recipe}. Use "
             "master='bfloat16'."
         )
+    # two roundings of one value would be two weights
     if weight.kind.columns:
         raise UnsupportedConfig(
             "master='none' writes row codes alone, and this weight has columns too. Leave keep_columns out."
@@ -31,6 +32,7 @@ def check_stochastic(weight: Any) -> None:
 def write_stochastically(weight: Any, values: Tensor, amaxes: Tensor | None, seed: Tensor) -> None:
     """Write float32 values of the whole weight, or of the group: scales as a cast makes them, and codes that are
     rounded up or down with the probability of the distance."""
+    # scales first, by a cast that rounds to nearest; its codes are overwritten
     weight.write(values, amaxes)
     spec = _quantizer(weight)
     for part, codes, scale, first in _matrices(weight, values, spec):
@@ -54,6 +56,7 @@ def _matrices(weight: Any, values: Tensor, spec: Quantizer) -> Iterator[tuple[Te
         return
     codes, scale = codes_of(weight, "row")[:2]
     groups, n, k = values.shape
+    # without padding the groups are one matrix: one launch
     if codes.shape[0] == groups * n:
         yield values.view(-1, k), codes, scale, 0
         return

@@ -15,6 +15,7 @@ from octavo.weights.main_grad import has_buffer
 def unsupported_in_graph(layer: Any) -> str:
     """Return the reason why the graph being traced cannot write dw to `main_grad`, or defer it; empty if it can."""
     fused, delays = layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
+    # most layers: asked at every call that is traced
     if not (fused or delays) or not torch.is_grad_enabled():
         return ""
     own = layer._weight_parts()

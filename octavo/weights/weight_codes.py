@@ -68,6 +68,7 @@ class WeightCodes(WeightCache):
         quant = recipe.linear()
         if not quant.quantizes_weight:
             return "plain"
+        # a call without dx needs no columns, and makes none
         column = grads.dx and quant.dgrad.right is not None and layer._caches_columns(quant)
         first, skip = _decided(first)
         if tracing:
@@ -77,6 +78,7 @@ class WeightCodes(WeightCache):
             self._refresh_in_graph(layer, recipe, first, column, observe, skip, grads.dw)
             if is_inside_operator():  # which loses what a graph leaves behind in Python
                 return "codes"
+            # fresh after this, unless replays of an optimizer's step write to the weight unseen
             if first and skip is None:
                 self.stale = self.captured
             elif not first and not again:
@@ -85,6 +87,7 @@ class WeightCodes(WeightCache):
                     raise UnsupportedConfig(self.stale)
             return "codes"
         there = self.recipe == recipe and not self.is_cold
+        # False says that the codes are those of this weight: the host checks what it can
         if not first and there and not trusted:
             self.check_filled(layer._weight_parts())
         there = there and (not column or self.has(layer, "column"))
@@ -125,6 +128,7 @@ class WeightCodes(WeightCache):
         which recomputes in backward, in any block and thread, and must save what its forward saved. A layer whose last
         training forward was in a block uses the cache there, and refills it only to observe a weight that its forward,
         without gradients, did not observe."""
+        # inside of a backward: a checkpoint that recomputes must save what its forward saved
         if current_graph_task() != -1:
             if not self.ambient:
                 return None, False, False
@@ -219,6 +223,7 @@ class WeightCodes(WeightCache):
                 if isinstance(loaded[0], QuantizedWeight) and is_whole(loaded):
                     layer._set_weights(loaded[0].whole())
                     return
+                # parameters of groups are cast together, as one weight
                 whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
                 layer._set_weights(quantized(weights[0].kind, whole.detach().to(weights[0].dtype)))
             else:

@@ -43,12 +43,14 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         result = special(func, args, kwargs)
         if result is not NotImplemented:
             return result
+    # composite operators end in those below, which know codes
     result = func.decompose(*args, **kwargs)  # in inference mode these come as they are
     if result is not NotImplemented:
         return result
     view, written = _effects(func)
     if torch.Tag.inplace_view in func.tags:
         _first_of_codes(args).refuse(f"{func.name()} would give it another shape or memory")
+    # schemas of collectives do not say which arguments they write to
     if func.namespace == "c10d":
         _first_of_codes((args, kwargs)).refuse(f"{func.name()} does not say what it writes")
     if view and _is_codes(args[0]):
@@ -85,6 +87,7 @@ def _is_averaging() -> bool:
     module = sys.modules.get("torch.optim.swa_utils")
     if module is None:
         return False
+    # torch passes no sign of who writes: the frame above is the only one
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is module.AveragedModel.update_parameters.__code__:
@@ -106,6 +109,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if place_of(target) == place_of(source):
         return target
+    # codes of another kind stand for other values: those are quantized once more
     if target.kind[:3] != source.kind[:3] or target.dtype != source.dtype or target.shape != source.shape:
         return NotImplemented
     lacks_columns = target.kind.columns and not source.kind.columns
@@ -170,6 +174,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     dense_of: dict[int, Tensor] = {}
     owners: dict[int, Any] = {}
     targets = [t for t in _written(func, args, kwargs, written) if _is_codes(t)]
+    # several arguments may be views of one weight: it is decoded once and written once
     written_places = set(map(place_of, targets))
 
     def values(t: Any) -> Any:
@@ -186,6 +191,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     accumulates = func.overloadpacket in _ACCUMULATES and _has_tensors(args[1:])
     for t in targets:
         t.refuse_in_graphs()
+        # most updates are smaller than the distance of two codes: from now on float32 values take them
         if t.kind.trainable and accumulates:
             keep_master(t)
     args, kwargs = tree_map(values, args), tree_map(values, kwargs)
@@ -195,6 +201,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     for t in targets:
         if dense_of[id(t)].shape != t.shape:
             t.refuse(f"{func.name()} would give it the shape {tuple(dense_of[id(t)].shape)}")
+    # one cast for each weight, when the operator is done: the codes never see a part of it
     for where in written_places:
         weight, base = bases[where]
         weight.write(base)

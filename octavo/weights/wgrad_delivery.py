@@ -44,8 +44,10 @@ class WeightGradient:
         """Return how dw goes to `main_grad` ("add" or "overwrite"), and whether `weight.grad` gets zeros in its
         place."""
         layer._refuse_parametrized("fuse_wgrad_accumulation=True")
+        # only trained weights have a buffer: a frozen one of several is left out
         trained = [weight for weight in layer._weight_parts() if weight.requires_grad]
         overwrites = bool(getattr(trained[0], "overwrite_main_grad", False))
+        # one GEMM writes the gradients of all groups
         for weight in trained[1:]:
             if bool(getattr(weight, "overwrite_main_grad", False)) != overwrites:
                 raise UnsupportedConfig(
@@ -101,6 +103,7 @@ class WeightGradient:
         if any([isinstance(t, FakeTensor) for t in auxiliary]):
             return
         start, stop = layer._now("_wgrad.operand_span", key)
+        # linked in front and not appended: a compiler guards on what it reads of a list
         box = self.queue
         box.from_graphs = (GraphEntry(_form(layer), key, tuple(auxiliary[start:stop]), codes), box.from_graphs)
 
@@ -114,6 +117,7 @@ class WeightGradient:
         if `delay_wgrad_compute` is off by now or the weight was replaced by one of its shape."""
         weights = layer._weight_parts()
         number, trained = len(self.queue), any([weight is None or weight.requires_grad for weight in weights])
+        # a schedule calls every layer of a stage: one that has nothing to do says nothing
         if number == 0 and not (trained and layer.delay_wgrad_compute):
             return
         refuse_shards(weights, "delay_wgrad_compute=True")
@@ -132,6 +136,7 @@ class WeightGradient:
                 stacklevel=3,
             )
             return
+        # oldest first: microbatches end in the order in which they began
         entry = self.queue.take(partial(_is_filled, layer))
         if entry is None:
             warn(
@@ -150,6 +155,7 @@ class WeightGradient:
             _check_weights(layer, weights, entry.weight)
             parts = entry.parts if isinstance(entry, Computed) else _computed(layer, entry, weights)
         except BaseException:
+            # a call that raised may be repeated: no gradient is lost
             self.queue.put_back(entry)
             raise
         self._accumulate(weights, parts, entry.weight, entry.captured)
@@ -180,9 +186,11 @@ class WeightGradient:
         pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
         try:
             if pairs:
+                # autograd adds: hooks of the weight, and of DDP, fire as in any backward
                 torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
         except BaseException:  # a hook's, before this weight's gradient was added or after
             rest = tuple(
+                # a `.grad` that was replaced or written to has this gradient: what is put back must not be added again
                 part if weight.grad is grad and _version(grad) == version else None
                 for weight, part, (grad, version) in zip(weights, parts, before, strict=True)
             )

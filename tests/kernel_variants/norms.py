@@ -31,7 +31,7 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
     """Lists the kernels that a norm of rows of n elements launches."""
     kind, (rows, columns, warps) = tile.POINTERS[dtype], _shape(n)
     title = f"{norm.kind} {dtype} {rows}x{columns}{'' if n <= MOST else ', long'}"
-    weight, bias = norm.averages, norm.centers
+    weight, bias = norm.kind != "l2", norm.centers
     pointers = {
         "x": kind, "y": kind, "dy": kind, "dx": kind, "rstd": "*fp32", "rstd_out": "*fp32",
         "mean": "*fp32" if norm.centers else None, "mean_out": "*fp32" if norm.centers else None,

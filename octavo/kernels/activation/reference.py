@@ -15,6 +15,7 @@ _LOW = 0xFFFFFFFF
 
 def gelu(x: Tensor, alpha: float) -> Curve:
     """Return x · σ(2u), u = √(2/π) (x + 0.044715 x³): equal to x/2 (1 + tanh u), without the cancellation."""
+    # by a sigmoid and not by tanh: 1 + tanh u cancels where u is negative
     c = 2 * math.sqrt(2 / math.pi)
     s = torch.sigmoid(c * x * (1 + 0.044715 * x * x))
     return x * s, s + x.clamp(-30, 30) * s * (1 - s) * c * (1 + 3 * 0.044715 * x.clamp(-30, 30) ** 2)
@@ -33,6 +34,7 @@ def sigmoid(x: Tensor, alpha: float) -> Curve:
 
 
 def relu(x: Tensor, alpha: float) -> Curve:
+    # zero at zero, as torch's; NaN fails the comparison and keeps slope 1
     return torch.relu(x), torch.where(x <= 0, 0.0, torch.ones_like(x))
 
 
@@ -67,6 +69,7 @@ CURVES = {
 def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
     """Return the dropout mask of an [M, K] matrix. Four neighbours in a row share a counter and take one word each."""
     m, k = shape
+    # one counter for every four neighbours, in the order of a row: any tiling draws the same bits
     index = torch.arange(m * -(-k // 4), device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
@@ -122,6 +125,7 @@ def forward(
     end: Tensor | None = None,
 ) -> Tensor:
     if end is not None:
+        # rows past the end stay as the memory was
         y = torch.empty(x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], dtype=x.dtype, device=x.device)
         if n := int(end):
             y[:n] = forward(fn, x[:n], _first(scales, n), bias, seed)

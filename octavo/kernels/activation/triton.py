@@ -70,6 +70,7 @@ def sigmoid(x, ALPHA: tl.constexpr):
 
 @triton.jit
 def relu(x, ALPHA: tl.constexpr):
+    # comparisons that NaN fails: it passes through
     return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
 
 
@@ -121,6 +122,7 @@ def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     zero = low * 0
     a, b, c, d = tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero + _STREAM)
+    # four words of a counter side by side: neighbours in a row share a draw
     drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS))
     return (drawn >> _UNUSED_BITS).to(tl.int32) >= DROP
 
@@ -167,6 +169,7 @@ def gate_of(b, LIMIT: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, OFFS
 @triton.jit
 def gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT: tl.constexpr):
     """Return da and db, from values and slopes of both curves."""
+    # in this order in every kernel: the bits of a product of three depend on it
     da, db = g * slope * gate, g * value * gate_slope
     if LIMIT is not None:
         da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
@@ -183,6 +186,7 @@ def _forward_kernel(
     pm, pk = tile.tile_index(H, COLUMNS)
     if end is not None:
         M = tl.load(end)
+        # rows past the end are not read: the memory may hold anything
         if pm * ROWS >= M:
             return
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
@@ -210,6 +214,7 @@ def _backward_kernel(
     BETA: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    # the gradient of a row's scale is a sum along the row: one program takes whole rows
     if ds is not None:
         pm, begin, stop = tl.program_id(0), 0, H
     else:
@@ -285,6 +290,7 @@ def backward(
 
 def _shape(width: int) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
+    # a tile of as many elements whatever the width is
     columns = min(512, max(16, triton.next_power_of_2(width)))
     return TILE // columns, columns
 

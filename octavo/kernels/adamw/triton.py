@@ -23,7 +23,9 @@ _SMALLEST: tl.constexpr = tl.constexpr(2.0**-9)
 def _encoded(x, least: tl.constexpr):
     """Return codes [R, B] of rows that share a scale, and their scales [R]."""
     scale = tl.max(tl.abs(x), 1) * (1 / _MAX)
+    # a block of zeros has scale zero, and 0 / 0 is NaN
     scaled = tl.where((scale > 0)[:, None], tl.div_rn(x, scale[:, None] + tl.zeros_like(x)), 0.0)
+    # a root that rounds to zero would divide the next update by eps alone
     scaled = tl.where((scaled > 0) & (scaled < least), least, scaled)
     scaled = tl.where(scaled > _MAX, _MAX, tl.where(scaled < -_MAX, -_MAX, scaled))
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
@@ -38,6 +40,7 @@ def _raise(amax, x, at, N, SIZE, R: tl.constexpr, B: tl.constexpr):
         else:
             first = tl.program_id(0).to(tl.int64) * (R * B)
             last = tl.minimum(first + R * B, N) - 1
+            # a tile may reach into several groups of one parameter
             for part in range(first // SIZE, last // SIZE + 1):
                 inside = (at >= part * SIZE) & (at < (part + 1) * SIZE)
                 raise_amax(amax + part, amax_bits(tl.where(inside, x, 0.0)))
@@ -55,6 +58,7 @@ def _adamw_kernel(
         if amax is not None:
             _raise(amax, tl.load(values + at, mask=live, other=0.0).to(tl.float32), at, N, SIZE, R, B)
         return
+    # settings are on the device: a captured step reads those of each replay
     g = tl.load(grad + at, mask=live, other=0.0).to(tl.float32) * tl.load(settings + 7)
     if average_scale is None:
         m = tl.load(average + at, mask=live, other=0.0).to(tl.float32)
@@ -65,8 +69,10 @@ def _adamw_kernel(
         v = tl.load(square + at, mask=live, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         m *= tl.load(average_scale + block, mask=is_block, other=0.0)[:, None]
         v *= tl.load(square_scale + block, mask=is_block, other=0.0)[:, None]
+        # kept as a root: squares span twice as many powers of two as a code has
         v *= v
     p = tl.load(values + at, mask=live, other=0.0).to(tl.float32)
+    # in torch's order of operations, which the reference has
     m += tl.load(settings + 3) * (g - m)
     v = v * tl.load(settings + 4) + tl.load(settings + 5) * g * g
     root = tl.sqrt_rn(v)
@@ -87,6 +93,7 @@ def _adamw_kernel(
         bits = p.to(tl.uint32, bitcast=True)
         index = block[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :].to(tl.int64)
         rounded = ((bits + noise_of(seed, index, R, B)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        # Inf and NaN have no neighbour to round to
         p = tl.where((bits & 0x7F800000) == 0x7F800000, p, rounded)
     tl.store(values + at, p.to(values.dtype.element_ty), mask=live)
     if copy is not None:
@@ -98,6 +105,7 @@ def adamw(
     values: Tensor, grad: Tensor, moments: Moments, settings: Tensor, seed: Tensor | None, copy: Tensor | None,
     amaxes: int,
 ) -> Tensor | None:  # fmt: skip
+    # measured in the same pass: the cast that follows reads the values once
     amax = torch.zeros(amaxes, dtype=torch.float32, device=values.device) if amaxes else None
     if values.numel():
         size = values.numel() // amaxes if amaxes > 1 else None

@@ -24,6 +24,7 @@ def _e2m1(codes):
     """Decode nibbles: move their bits to the float32 that they would be but for its bias of 127. Subnormals are
     subnormals there, too."""
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    # exact: a power of two
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
@@ -31,6 +32,7 @@ def _e2m1(codes):
 def _scale_values(stored, KIND: tl.constexpr):
     if KIND == "e8m0":
         byte = stored.to(tl.int32)
+        # 2^-127 is a subnormal of float32
         bits = tl.where(byte == 0, 0x400000, byte << 23)
         return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     elif KIND == "e4m3":
@@ -51,6 +53,7 @@ def operand(
     if PACKED:
         k = first // 2 + tl.arange(0, BK // 2)
         pairs = tl.load(codes + at + k[None, :], mask=live & (k < row_stride)[None, :], other=0).to(tl.int32)
+        # the low nibble is the even element
         values = _e2m1(tl.reshape(tl.join(pairs & 15, pairs >> 4), (R, BK)))
     else:
         k = first + tl.arange(0, BK)
@@ -64,6 +67,7 @@ def operand(
             mask=live & (group < tl.cdiv(K, REACH))[None, :], other=0,
         )  # fmt: skip
         s = _scale_values(stored, KIND)
+        # a product of a code and a byte scale is exact in bfloat16, but at the ends of its range
         scaled = tl.reshape(values.to(tl.float32), (R, groups, REACH)) * s[:, :, None]
         if KIND != "e4m3":  # whose largest value is far below bfloat16's; a power of two rounded up may pass it
             largest: tl.constexpr = 3.3895313892515355e38
@@ -92,6 +96,7 @@ def _decode_kernel(
     if source is not None:
         block = top // SIZE
         end = block * SIZE + tl.load(live + block)
+        # blocks that pad a group
         if top >= end:
             return
         begin = tl.load(source + block) + top % SIZE
@@ -107,6 +112,7 @@ def _decode_kernel(
 def decode(q: QTensor, groups: Groups | None) -> Tensor:
     codes, columns = q.codes, q.codes.shape[1] * q.spec.fmt.packed
     rows = codes.shape[0] if groups is None else groups.rows
+    # rows begin at multiples of 16 bytes, which TMA needs
     out = torch.empty(rows, -(-columns // 8) * 8, dtype=torch.bfloat16, device=codes.device)
     if out.numel():
         sizes = codes.shape[0], columns, codes.stride(0), out.stride(0), *q.scale.stride()

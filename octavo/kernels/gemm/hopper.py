@@ -48,6 +48,7 @@ def _place(t, down, across):
     group = t // (down * across)
     t -= group * down * across
     lead = t // (across * SPAN) * SPAN
+    # the last span may be lower
     height = gl.minimum(down - lead, SPAN)
     t -= lead * across
     column = t // height
@@ -69,6 +70,7 @@ def _load(a, b, left, right, ready, empty, block, G, M, N, K):
     DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[1]
     down, across = gl.cdiv(M, SIZE), gl.cdiv(N, ACROSS)
+    # buffers begin empty: a wait for the phase before the first one passes at once
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for t in range(gl.program_id(0), G * down * across, gl.num_programs(0)):
         group, row, column = _place(t, down, across)

@@ -66,12 +66,14 @@ def product(
             REACH, B_ROWS, KIND, PACKED, BN, BK,
         )  # fmt: skip
         if REACH == 128:
+            # a scale reaches 128 far, as one step does: the product is scaled before it is added
             partial = tl.dot(left, tl.trans(right))
             sa = _row_scales(a_scale, rows, first // 128, M, a_scale_row, a_scale_block, A_ROWS)
             sb = _row_scales(b_scale, columns, first // 128, N, b_scale_row, b_scale_block, B_ROWS)
             total += (partial * sa[:, None]) * sb[None, :]
         else:
             total = tl.dot(left, tl.trans(right), total)
+    # one scale for all of K multiplies the sum, once
     if REACH == 0:
         sa = _row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
         sb = _row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
@@ -95,6 +97,7 @@ def _gemm_kernel(
         REACH, A_ROWS, B_ROWS, KIND, PACKED, BM, BN, BK,
     )  # fmt: skip
     if a_global is not None:
+        # the product of the two is rounded to float32 first, as in the reference
         total *= tl.load(a_global) * tl.load(b_global)
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]

@@ -45,6 +45,7 @@ def _place(owner, source, live, N, BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.
     """Return this program's group, the block it is in, the rows of the group before this block and those left from
     there, and the column tile."""
     across = tl.cdiv(N, BN)
+    # column tiles of a row block follow each other, so that its codes stay in the cache
     part, column = tl.program_id(0) // across, tl.program_id(0) % across
     block, before = part // (SIZE // BM), part % (SIZE // BM) * BM
     count = tl.load(live + block) - before
@@ -84,6 +85,7 @@ def _rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     group, block, before, start, count, column = _place(owner, source, live, N, BM, BN, SIZE)
+    # a part of a block past its group's end
     if count <= 0:
         return
     top = tl.cast(block * SIZE + before, tl.int64)
@@ -95,6 +97,7 @@ def _rows_kernel(
         REACH, A_ROWS, B_ROWS, KIND, PACKED, BM, BN, BK,
     )  # fmt: skip
     if a_global is not None:
+        # after the sum: both global scales are constant along the contraction
         total *= tl.load(a_global + group) * tl.load(b_global + group)
     _store_rows(total, out, bias, scales, group, start, rows, count, columns, N)
 
@@ -113,6 +116,7 @@ def _depth_kernel(
     first = tl.load(block + group).to(tl.int64)
     rows = tl.program_id(0) // across % down * BM + tl.arange(0, BM)
     columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
+    # a group begins at a block of 128 rows: so many blocks of scales, and bytes of codes, before it
     blocks: tl.constexpr = SIZE // REACH if REACH > 0 else 0
     codes: tl.constexpr = SIZE // 2 if PACKED else SIZE
     total = product(
@@ -124,6 +128,7 @@ def _depth_kernel(
         REACH, A_ROWS, B_ROWS, KIND, PACKED, BM, BN, BK,
     )  # fmt: skip
     if a_global is not None:
+        # an empty group's global scale is whatever the memory held
         level2 = tl.load(a_global + group, mask=size > 0, other=0.0)
         total *= level2 * tl.load(b_global + group, mask=size > 0, other=0.0)
     _store_depth(total, out, group, rows, columns, N, K, ADD)
@@ -198,6 +203,7 @@ def _plain_rows_kernel(
         k = (first + tl.arange(0, BK)).to(tl.int64)
         left = tl.load(at_a + k[None, :] * a_k, mask=(rows < count)[:, None] & (k < K)[None, :], other=0.0)
         right = tl.load(at_b + k[:, None] * b_k, mask=(k < K)[:, None] & (columns < N)[None, :], other=0.0)
+        # ieee: TF32 would drop 13 bits of float32 operands
         total = tl.dot(left, right, total, input_precision="ieee")
     _store_rows(total, out, bias, scales, group, start, rows, count, columns, N)
 

@@ -20,6 +20,7 @@ def rows(
         if along == "rows":
             right = member(b, "row", g, g * height, out.shape[1])
         else:
+            # codes by column are padded to whole blocks of rows: what pads them is no feature
             right = _first(member(b, "column", g, g * height, left.columns), out.shape[1])
         out[first:end] = gemm(left, right, out.dtype, _bias(bias, scales, g, first, end))
 
@@ -27,7 +28,9 @@ def rows(
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     n, k = out.shape[1:]
     for g, (left, right) in enumerate(zip(a.members(), b.members(), strict=True)):
+        # an empty group has a gradient, zero
         dw = gemm(_first(left, n), _first(right, k), out.dtype, None) if left.columns else torch.zeros_like(out[g])
+        # dw is rounded to the buffer's dtype before it is added, as the kernels do
         out[g] = out[g] + dw if accumulate else dw
 
 
@@ -72,6 +75,7 @@ def _bias(bias: Tensor | None, scales: Tensor | None, g: int, first: int, end: i
     """Return the bias of group g: [N], or [rows, N] if each row scales it."""
     if bias is None or scales is None:
         return None if bias is None else bias[g]
+    # float32, to which the sum is rounded before the bias is added
     return scales[first:end, None].float() * bias[g].float()
 
 

@@ -24,11 +24,13 @@ def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
     accumulation: str,
 ) -> None:  # fmt: skip
+    # a sum may stay in the tensor cores only where its scales multiply it at the end
     takes, fast = hopper.takes_rows(a, b), accumulation == "fast" and whole(a.q.spec)
     if takes and fast and hopper_support.rows(a.q.spec, b.spec, out.device, fast=True):
         hopper.fast_rows(a, b, out, bias, scales, height, along)
         return
     fits = takes and hopper_support.rows(a.q.spec, b.spec, out.device)
+    # the host does not know the sizes of groups: the mean decides
     each = a.groups.rows // a.groups.number
     _coded_way(fits, a, each, out.shape[1]).rows(a, b, out, bias, scales, height, along)
 
@@ -45,6 +47,7 @@ def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor |
 
 def _coded_way(fits: bool, a: GroupedTensor, m: int, n: int) -> ModuleType:
     """Return the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
+    # decoding takes the time of one product: it pays where tiles of codes would be decoded often
     if fits:
         return hopper
     return decoded if is_worth_it(a.q, m, n) and hopper_support.support("plain rows", a.q.device).ok else emulated
@@ -68,6 +71,7 @@ def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Ten
 
 
 def _is_torch_s(x: Tensor) -> bool:
+    # torch's kernel copies by TMA: 16 bytes, and rows that follow each other
     aligned = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
     return x.dtype == torch.bfloat16 and x.is_contiguous() and aligned
 
@@ -77,6 +81,7 @@ def _is_torch_s(x: Tensor) -> bool:
 
 @triton.jit
 def _zero_tail_kernel(out, start, ROWS, N, G, SIZE: tl.constexpr):
+    # the tail begins where the last group ends, which the device alone knows: the grid covers any tail
     first = tl.load(start + G).to(tl.int64) * N
     total = tl.cast(ROWS, tl.int64) * N
     for at in range(first + tl.program_id(0) * SIZE, total, tl.num_programs(0) * SIZE):

@@ -99,10 +99,12 @@ def _forward_kernel(
         if extra is not None:
             v = _sum(v, extra, z, rows, columns, M, N, stride_m, stride_n)
         if CENTER:
+            # div_rn: `/` is Triton's fast divide
             mean = tl.div_rn(tl.sum(v, 1), mean + divisor)
         c = _around(v, mean, columns, N, CENTER)
         squares = tl.sum(c * c, 1)
     else:
+        # a long row is read once for each sum; sums stay by column until its end, so that there is one reduction across
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         if CENTER:
             for first in range(0, N, COLUMNS):
@@ -163,9 +165,11 @@ def _backward_kernel(
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
     if weight is not None:
+        # once for all rows of the program
         gamma = _gamma(weight, columns, N, ZERO_CENTERED)
     dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     db_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # a program takes many rows: it keeps its part of dγ and dβ in registers and writes it once
     for first in tl.range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         m, r = _statistics(mean, rstd, rows, M, CENTER)
@@ -203,6 +207,7 @@ def _long_dx_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
     m, r = _statistics(mean, rstd, rows, M, CENTER)
+    # a row of more than MOST elements does not stay in registers: it is read again for dx
     along_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     shift_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, N, COLUMNS):
@@ -235,6 +240,7 @@ def _long_parts_kernel(
     """Compute this program's part of dγ and dβ, from some columns of HEIGHT rows."""
     part, across = tile.tile_index(N, COLUMNS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
+    # sums stay by row of the tile until the end: one reduction down for all rows of the part
     dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     db_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(part * HEIGHT, tl.minimum(part * HEIGHT + HEIGHT, M), ROWS):
@@ -255,6 +261,7 @@ def _long_parts_kernel(
 
 def _shape(width: int) -> tuple[int, int, int]:
     """Return the rows, columns and warps of a tile."""
+    # 1024 elements or one row; more warps for a long row, so that a thread's share stays in registers
     columns = LONG if width > MOST else max(16, triton.next_power_of_2(width))
     return max(1, 1024 // columns), columns, 16 if columns > 4096 else 8 if columns > 2048 else 4
 
@@ -287,6 +294,7 @@ def _launch_forward(
     residual: Residual | None, writes: int,
 ) -> None:  # fmt: skip
     if residual is None or not _adds(x, residual):
+        # the kernel adds only where that leaves its layout, and so the order of its sums, as it is
         x = summed(x, residual)
         _forward_launch(norm, (*x.shape, *x.stride(), writes))(x, y, mean, rstd, weight, bias, None, None)
     else:  # at the strides of z, which are those of a tensor just made: of one row or column, x may have others
@@ -345,6 +353,7 @@ def _parts(m: int, n: int, device: torch.device) -> int:
     if n > MOST:
         return -(-m // PART_HEIGHT)
     rows, _, warps = _shape(n)
+    # as many as run at once with 16 warps on a multiprocessor: fewer parts to add after
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count * 16 // warps
     return min(-(-m // rows), programs)
 

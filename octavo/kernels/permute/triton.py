@@ -36,6 +36,7 @@ _PAD, _TAIL = tl.constexpr(PAD), tl.constexpr(TAIL)
 @triton.jit
 def _listed_kernel(mask, index, T, E, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tokens = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    # experts of a token in ascending order: an assignment's place is the number of experts before it
     used = tl.zeros((ROWS,), tl.int32)
     for first in range(0, E, COLUMNS):
         experts = (first + tl.arange(0, COLUMNS))[None, :]
@@ -63,6 +64,7 @@ def _experts_of(index, at, N, E):
 def _histogram_kernel(index, counts, N, E, ITEMS: tl.constexpr, BINS: tl.constexpr):
     block = tl.program_id(0)
     experts = _experts_of(index, block * ITEMS + tl.arange(0, ITEMS), N, E)
+    # one bin more than there are experts takes what has none
     bins = tl.arange(0, BINS)
     tl.store(counts + block.to(tl.int64) * E + bins, tl.histogram(experts, BINS), mask=bins < E)
 
@@ -72,6 +74,7 @@ def _scan_kernel(counts, totals, B, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     """Replace the counts of each block by their sums over the blocks before it."""
     experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
+    # blocks one tile after the other: the sum of the blocks before is carried along
     for first in range(0, B, ROWS):
         blocks = first + tl.arange(0, ROWS)
         live = (blocks < B)[:, None] & (experts < E)[None, :]
@@ -95,6 +98,7 @@ def _place_kernel(
     ends = tl.cumsum(padded, 0)
     starts = ends - padded
     pid = tl.program_id(0)
+    # one launch for three kinds of work: a sort takes a fixed number of launches
     if pid < B:
         if pid == 0:
             size = tl.minimum(ends, C) - tl.minimum(starts, C)
@@ -102,6 +106,7 @@ def _place_kernel(
         within = tl.arange(0, ITEMS)
         at = pid * ITEMS + within
         expert = _experts_of(index, at, N, E)
+        # the number of earlier assignments of the block with the same expert: the sort is stable, without atomics
         rank = tl.zeros((ITEMS,), tl.int32)
         for first in range(0, ITEMS, OTHERS):
             others = first + tl.arange(0, OTHERS)
@@ -110,6 +115,7 @@ def _place_kernel(
         known = expert < E
         before = tl.load(counts + pid.to(tl.int64) * E + expert, mask=known, other=0)
         row = tl.gather(starts, tl.where(known, expert, 0), 0) + before + rank
+        # rows are as many as the caller allotted; what does not fit is dropped, and position -1 tells
         kept = known & (row < C)
         tl.store(positions + at, tl.where(kept, row, -1), mask=at < N)
         tl.store(assignments + row, at, mask=kept)
@@ -117,6 +123,7 @@ def _place_kernel(
         own = e == pid - B
         begin = tl.sum(tl.where(own, starts + n, 0), 0)
         end = tl.minimum(tl.sum(tl.where(own, ends, 0), 0), C)
+        # pads of an expert are fewer than ALIGN
         for first in range(begin, end, 32):
             row = first + tl.arange(0, 32)
             tl.store(assignments + row, tl.full((32,), _PAD, tl.int32), mask=row < end)
@@ -132,6 +139,7 @@ def listed(mask: Tensor, index: Tensor) -> None:
 
 def sort(index: Tensor, align: int, made: Sorted) -> None:
     number, experts, rows = index.numel(), made.sizes.shape[0], made.assignments.shape[0]
+    # one even without tokens: sizes must be written
     blocks = max(triton.cdiv(number, ITEMS), 1)
     counts = torch.empty(blocks + 1, experts, dtype=torch.int32, device=index.device)
     totals = counts[blocks]
@@ -152,6 +160,7 @@ def _listed_launch(tokens: int, experts: int, top_k: int) -> Launch:
 @lru_cache(maxsize=4096)
 def _sort_launches(number: int, experts: int, rows: int, align: int) -> tuple[Launch, Launch, Launch]:
     blocks = max(triton.cdiv(number, ITEMS), 1)
+    # programs that mark pads, where there may be some
     padded = experts if align > 1 else 0
     histogram = Launch(
         _histogram_kernel, blocks, (number, experts), num_warps=WARPS, ITEMS=ITEMS, BINS=_bins(experts + 1)
@@ -191,6 +200,7 @@ def _fill_empty(out, assignments, block, C, D, ZERO_TAIL: tl.constexpr, EMPTY: t
         empty = assignment < 0
         if not ZERO_TAIL:
             empty = assignment == _PAD
+        # a branch for each row: most blocks have no empty one
         if empty:
             for first in range(0, D, COLUMNS):
                 columns = first + tl.arange(0, COLUMNS)
@@ -208,6 +218,7 @@ def _scatter_kernel(
     if pid < T * across:
         token, columns = pid // across, pid % across * COLUMNS + tl.arange(0, COLUMNS)
         live = columns < D
+        # a token is read once for all of its rows
         value = tl.load(x + token.to(tl.int64) * stride_m + columns.to(tl.int64) * stride_k, mask=live)
         for k in range(K):
             row = tl.load(positions + token * K + k)
@@ -240,6 +251,7 @@ def _values(rows, row, columns, live, stride_m, stride_k):
 @triton.jit
 def _added(total, value, weight, WEIGHTED: tl.constexpr):
     if WEIGHTED:
+        # one rounding for product and sum, which the reference computes too
         return tl.fma(value, weight, total)
     else:
         return total + value
@@ -281,6 +293,7 @@ def _combine_backward_kernel(
             column = k
             if experts is not None:
                 column = tl.load(experts + token * K + k)
+            # summed by column first, in a fixed order
             dot = tl.zeros((COLUMNS,), tl.float32)
             if row >= 0:
                 for first in range(0, D, COLUMNS):
@@ -304,6 +317,7 @@ def _take_kernel(probs, out, assignments, experts, C, K, W, SIZE: tl.constexpr):
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     assignment = tl.load(assignments + row, mask=row < C, other=-1)
     live = assignment >= 0
+    # probabilities are [T, K] by assignment, or [T, E] by expert
     column = assignment % K
     if experts is not None:
         column = tl.load(experts + assignment, mask=live, other=0)

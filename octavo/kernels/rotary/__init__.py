@@ -38,9 +38,11 @@ def heads_of(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, ...]:
+        # the factors alone: the gradient of a rotation is a rotation
         ctx.save_for_backward(own, other)
         qkv = qkv.contiguous()
         q, k = torch.ops.octavo.rotate(qkv, own, other, heads, shared)
+        # v is a view: it is not rotated
         return q, k, rows_of(qkv, heads + 2 * shared)[:, :, heads + shared :]
 
     @staticmethod

@@ -27,6 +27,7 @@ def _turn(
     """Rotate `count` heads of x, `step_x` elements apart, to y. `of_low` and `of_high` are the sine and its negative:
     what the low channels give to the high ones, and the high channels to the low ones."""
     channels = tl.arange(0, WIDE)
+    # heads of one position share its factors, which stay in registers
     for first in range(0, count, HEADS):
         heads = first + tl.arange(0, HEADS)
         live = (heads < count)[:, None] & (channels < HALF)[None, :]
@@ -100,6 +101,7 @@ def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> 
 
 
 def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    # torch's attention returns gradients in strides of its own: heads and tokens may lie either way
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     batch, length, heads, channels = dq.shape
     shared = dk.shape[2]

@@ -38,8 +38,10 @@ def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dt
         return f"Nobody wants codes of {what}."
     if dtype not in FLOATS:
         return f"A quantizer takes float32, bfloat16 or float16, not {dtype}."
+    # one tile cast writes both orientations, by one rule
     if row is not None and column is not None and row != column:
         return f"{row} and {column} take a pass each over {what}, which must be written first."
+    # blocks find their scales in their own tile; a whole tensor's amax is known when all tiles are
     if isinstance(lead, Tensorwise):
         if knows_scale:
             return ""
@@ -61,6 +63,7 @@ def unsupported_reason(
         return why
     if cast_args.groups is not None and not measures:
         return f"Rows in groups are cast from {what} once it is written."
+    # kernels with a tile cast have no branch for these
     if cast_args.skip is not None or not (measures or cast_args.amax == (None, None)):
         return f"A skip flag and a given amax are for a cast of {what} on its own."
     if cast_args.amax != (None, None) and not takes_amax(pair, cast_args):

@@ -70,6 +70,7 @@ class _Reads(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # these reach memory without an operator: a replay would miss what they do
         if func in _UNSEEN:
             self._recorder.refuse(f"{func.__name__} is no operator")
         return func(*args, **(kwargs or {}))
@@ -102,12 +103,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
         self._device, self._index = inputs[0].device, inputs[0].get_device()
         for t, name in zip(inputs, self._inputs, strict=True):
+            # by identity, and weakly: a recording must not keep the tensors of its call, and an id may be used again
             self._names[id(t)] = weakref.ref(t), name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         uses: list[str] = []
         said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
+        # the call runs as it would without a recorder: what cannot be recorded still gives its result
         made = func(*args, **kwargs)
         try:
             self._note(func, said, uses, args, made)
@@ -121,6 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def refuse(self, why: str) -> None:
+        # the first reason is the one that a reader can act on
         self._why = self._why or why
 
     def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
@@ -131,6 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = list(made) if isinstance(made, (list, tuple)) else [] if func is assert_async else [made]
         if not all(isinstance(t, Tensor) for t in results):
             raise NotRecordable(f"{func} returns something else than tensors")
+        # allocations are named by their layout: the same line serves an empty tensor and a form of it
         if func in _FRESH:
             self._add(room := self._room(made), [], [made], idle=True)
             self._forms[self._known(made)] = room
@@ -157,6 +162,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note how to make a view straight from the tensor that it is a view of, through others or not."""
         if view.dtype != t.dtype or not view.numel() or any(one.is_neg() or one.is_conj() for one in (view, t)):
             return
+        # a view of a view is made from their origin, so that none in between is needed
         layout = tuple(view.shape), view.stride()
         root, own, start = self._roots.get(of, (of, (tuple(t.shape), t.stride()), 0))
         start += (view.data_ptr() - t.data_ptr()) // t.element_size()
@@ -204,6 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, offset = self._known(t), 0
         if not name:
             return self._said(t, uses)
+        # of a view, the address of its origin and an offset: the line that makes the view may go
         while t.numel() and name in self._within:  # an address needs no view
             name, further = self._within[name]
             offset += further

@@ -49,6 +49,7 @@ def times_scales(value, scales, rows, live, end, WHOLE: gl.constexpr):
 @gluon.jit
 def load_raw(x, rows, columns, live, stride_m, stride_k):
     at = rows.to(gl.int64)[:, None] * stride_m + columns.to(gl.int64)[None, :] * stride_k
+    # in x's own dtype: widened when it is used, it takes half the registers until then
     return gl.load(x + at, mask=live, other=0.0)
 
 
@@ -73,6 +74,7 @@ def with_bias(v, bias, columns, limit, live):
     wide = v.to(gl.float32)
     if bias is not None:
         wide += gl.load(bias + columns, mask=columns < limit, other=0.0).to(gl.float32)[None, :]
+        # a bias would make elements that do not exist count in sums
         wide = gl.where(live, wide, 0.0)
     return wide
 
@@ -80,6 +82,7 @@ def with_bias(v, bias, columns, limit, live):
 @gluon.jit
 def drop_out(v, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
     """Return v where it stays, made larger, or zero: the counterpart of reference.kept, a counter for every element."""
+    # a counter for every four neighbours of a row, as in the reference: any tile draws the same bits
     index = rows.to(gl.int64)[:, None] * gl.cdiv(H, 4) + (columns // 4)[None, :]
     low, high = index.to(gl.uint32), (index >> 32).to(gl.uint32)
     zero = low * 0
@@ -87,6 +90,7 @@ def drop_out(v, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
     a, b, c, d = triton.language.philox(gl.load(seed), low, high, zero + step, zero + _STREAM)
     word = (columns % 4)[None, :]
     drawn = gl.where(word < 2, gl.where(word == 0, a, b), gl.where(word == 2, c, d))
+    # compared as integers, exactly
     return gl.where((drawn >> _UNUSED_BITS).to(gl.int32) >= DROP, v * KEPT, 0.0)
 
 
@@ -102,6 +106,7 @@ def multiplier_of(inverse_scale, measured, g, RULE: gl.constexpr):
     if inverse_scale is not None:
         return gl.load(inverse_scale + g)
     elif measured is not None:
+        # each program computes it again from the amax, without a launch in between
         s, _ = inverse_scale_from(gl.load(measured + g), RULE[1], RULE[2], RULE[3], RULE[4])
         return s
     else:
@@ -117,6 +122,7 @@ def store_group_scales(
     just before a cast, one orientation at a time: without a branch between them, the compiler mixes the casts and keeps
     twice the values in registers."""
     if (inverse_scale is not None) or (measured is not None):
+        # one program for each row of tiles: they share the groups out
         if pk == 0:
             for i in range(pm, G, gl.maximum(gl.cdiv(M, ROWS), 1)):
                 _, undo = multiplier(measured, inverse_scale, i, RULE[1], RULE[2], RULE[3], RULE[4])
@@ -131,6 +137,7 @@ def finish_value(
     """Return y of the function's own value, as it would have been written; zero outside, where the function need not
     be."""
     if AT_ZERO:
+        # such a curve is not zero where a masked load returned zero
         value = gl.where(live, value, 0.0)
     if scales is not None:
         value = times_scales(value, scales, rows, live, end, WHOLE)
@@ -159,6 +166,7 @@ def unscale_gradient(g, scales, rows, live, end, WHOLE: gl.constexpr):
 @gluon.jit
 def store_sums(parts, v, pm, columns, limit, N):
     """Store sums of a tile down its columns, to a row of parts [tiles down, N]."""
+    # of the rounded gradient, as a pass over the written one would sum
     total = gl.sum(v.to(gl.float32), 0)
     gl.store(parts + pm.to(gl.int64) * N + columns, total, mask=columns < limit)
 

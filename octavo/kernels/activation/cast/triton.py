@@ -78,6 +78,7 @@ def _forward_kernel(
 ):  # fmt: skip
     pm, pk = tile_index(H, COLUMNS)
     first, end, g = pm * ROWS, M, 0
+    # blocks that pad a group's rows have a tile too, and nothing in it
     if owner is not None:
         store_group_scales(row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
         first, end, used = group_tile(source_row, used_rows, pm * ROWS, M)
@@ -90,11 +91,14 @@ def _forward_kernel(
         store_group_scales(row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
     rows, columns = places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
     live = live_mask(rows, columns, end, H, WHOLE)
+    # asked for before x: ptxas would move the load down to the cast, and wait for memory once more
     s = multiplier_of(inverse_scale, measured, g, RULE)
     if GATED:
         at_a, at_b = places(columns, H, INTERLEAVE)
         a, b = load_raw(x, rows, at_a, live, stride_m, stride_k), load_raw(x, rows, at_b, live, stride_m, stride_k)
         if owner is None:
+            # a branch between loads and arithmetic, past which ptxas moves no load: everything is on its way before any
+            # is waited for
             store_given_scale(row_scale, column_scale, inverse_scale, s)
         a, b = with_bias(a, bias, at_a, 2 * H, live), with_bias(b, bias, at_b, 2 * H, live)
         value, _ = CURVE(clamped_a(a, LIMIT), ALPHA)
@@ -104,6 +108,7 @@ def _forward_kernel(
         value, _ = CURVE(with_bias(load_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live), ALPHA)
     y = finish_value(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
     if (owner is None) and not GATED:
+        # without a gate there is one load; the branch then stands after it
         y = compute_here(y)
         store_given_scale(row_scale, column_scale, inverse_scale, s)
     PUT(
@@ -129,6 +134,7 @@ def _backward_kernel(
     first, end, group = pm * ROWS, M, 0
     if owner is not None:
         first, end, used = group_tile(source_row, used_rows, pm * ROWS, M)
+        # a group without rows has a scale all the same
         if used == 0:
             store_group_scales(row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
             store_group_scales(None, again_scale, again_inverse_scale, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
@@ -156,11 +162,14 @@ def _backward_kernel(
         g = unscale_gradient(begun, scales, rows, live, end, WHOLE)
         da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
         value *= gate
+        # rounded here, their wider inputs free their registers: 80 in place of 128 for SwiGLU, and six programs share a
+        # multiprocessor in place of four
         da, db = compute_here(da.to(dy.dtype.element_ty)), compute_here(db.to(dy.dtype.element_ty))
     else:
         if x is not None:
             v = with_bias(load_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live)
         else:
+            # the slope of such a curve is the same everywhere, and x was not kept
             v = gl.zeros((ROWS, COLUMNS), gl.float32, dual.row_layout(COLUMNS, W))
         value, slope = CURVE(v, ALPHA)
         begun = begin_gradient(g, seed, rows, columns, H, DROP, KEPT)
@@ -168,6 +177,8 @@ def _backward_kernel(
         da = compute_here((g * slope).to(dy.dtype.element_ty))
     N = 2 * H if GATED else H
     if ds_parts is not None:
+        # sums of a tile go to a row of their own, and are added in a pass after: atomics would add in an order that
+        # changes
         store_row_sums(ds_parts, begun * value, pm * ROWS, pk, M, ROWS, COLUMNS, W)
     if AGAIN_PUT is not None:
         y = finish_value(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
@@ -183,6 +194,7 @@ def _backward_kernel(
         store_sums(parts, da, pm, columns, H, N)
     if PUT is not None:
         if (owner is not None) or (measured is not None):
+            # da's cast takes the row scales and db's the column scales: see `store_group_scales`
             if GATED:
                 store_group_scales(row_scale, None, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
             else:
@@ -254,6 +266,7 @@ def _woven_kernel(
     begun = begin_gradient(g, seed, rows, of_y, H, DROP, KEPT)
     g = unscale_gradient(begun, scales, rows, live, end, WHOLE)
     da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
+    # a pair is computed twice, once for each of its columns: its second reads hit the cache
     d = compute_here(gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty))
     if ds_parts is not None:
         products = gl.where(is_a[None, :], begun * (value * gate), 0.0)  # a pair has two columns here, and counts once
@@ -315,6 +328,7 @@ def _passes(target: TileCast, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
     given = target.cast_args.amax[target.pair[0] is None]
     if given is not None:
         return None, _Cast(Kind(spec, dtype, "measured"), (*pointers, given), strides)
+    # zero: the pass before raises it, in any order
     amax = torch.zeros((1, 1) if groups is None else groups.number, dtype=torch.float32, device=_device(target.pair))
     before = _Cast(Kind(spec, dtype, "measure"), (*(None,) * 5, amax, None))
     return before, _Cast(Kind(spec, dtype, "measured"), (*pointers, amax), strides)
@@ -342,6 +356,7 @@ def forward(fn: Function, inputs: Inputs, y: TileCast, config: Config | None = N
     assert x is not None
     m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
     refused = tile_cast.unsupported_reason(pair, cast_args, x.dtype, _WHAT, measures=True)
+    # a kernel writes no columns that its values do not have: then the value is written first, and cast
     if x.numel() == 0 or refused or not _is_whole(pair, width):
         return plain_forward(fn, inputs, y)
     if config is None:
@@ -385,6 +400,7 @@ def backward(
     if dy.numel() == 0 or apart or refused or not _is_whole(dx.pair, n):
         return plain_backward(fn, dy, inputs, dx, y, bias_grad, scales_grad)
     if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args, dy.shape[1])):
+        # a woven program sees a pair twice, and would write y twice; and some tiles would spill
         forward(fn, inputs, y)
         y = NOTHING
     if not wanted and y.pair[1] is None and bias_grad is None and scales_grad is None:
@@ -398,10 +414,12 @@ def backward(
     before, cast = _passes(dx, dy.dtype)
     again_before, again_cast = _passes(y, dy.dtype if inputs.x is None else inputs.x.dtype)
     if before is not None or again_before is not None:
+        # both tensors are measured in one pass, which reads x and dy once
         measuring = call if woven else call._replace(config=MEASURING)
         measuring.launch(before or _NO_PASS, again_before or _NO_PASS)
     parts = ds_parts = None
     if bias_grad is not None:
+        # a row for each tile down, so that the order of additions is fixed
         parts = torch.empty(-(-height // config.rows), n, dtype=torch.float32, device=dy.device)
     if scales_grad is not None:
         tiles = -(-(n if woven else dy.shape[1]) // config.columns)
@@ -431,6 +449,7 @@ class _Backward(NamedTuple):
     def launch(self, cast: _Cast, again: _Cast, parts: Tensor | None = None, ds_parts: Tensor | None = None) -> None:
         fn, dy, inputs, groups, woven, config = self
         height = dy.shape[0] if groups is None else groups.padded
+        # a curve whose gradient does not depend on x keeps none
         steps = (0, 0) if inputs.x is None else inputs.x.stride()
         sizes = (height, dy.shape[1], *dy.stride(), *steps, *cast.strides)
         first = (dy, *inputs, parts, ds_parts, *cast.pointers)

@@ -60,6 +60,7 @@ def depth_of(group, block, G):
 def load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K, span):
     ACROSS: gl.constexpr = right.shape[1]
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, ACROSS)
+    # buffers begin empty: a wait for the phase before the first one passes at once
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tiles = G * down * across
     group, top, n, low = place_of(gl.program_id(0), span, down, across)
@@ -73,6 +74,8 @@ def load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, 
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             if a_lines is not None:
+                # scales come with the codes: the fence that gives a buffer back may wait for loads from global memory
+                # too
                 scales: gl.constexpr = a_lines.block_type.nbytes + b_lines.block_type.nbytes
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + scales)
                 async_load(a_lines, [step, (top + low) * SIZE], bar, of_rows.index(stage))
@@ -91,11 +94,13 @@ def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.const
     H: gl.constexpr = total.shape[0]
     ACROSS: gl.constexpr = total.shape[1]
     FLAT: gl.constexpr = flat_layout(ACROSS)
+    # eight neighbours a thread: the layout of a sum would write two at a time
     y = gl.convert_layout(total.to(out.dtype.element_ty), FLAT)
     r = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, FLAT))
     c = n * ACROSS + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, FLAT))
     at = (group.to(gl.int64) * N + r)[:, None] * K + c[None, :]
     live = (r < N)[:, None] & (c < K)[None, :]
+    # no atomics: a tile belongs to one program
     if ADD:
         y += gl.load(out + at, mask=live, other=0.0)
     gl.store(out + at, y, mask=live)
@@ -105,6 +110,7 @@ def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.const
 def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
     """Hand a half of a tile to the copy unit, which writes it while nobody waits. No tile has rows of two groups
     there."""
+    # the copy unit may still read what the tile before left there
     wait_until_read()
     room.store(total.to(whole.dtype))
     fence_async_shared()
@@ -137,6 +143,7 @@ def _add_then_scale(
     SUM: gl.constexpr = sum_layout()
     rows = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
     at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
+    # masks in place of a branch: the scales of an empty group are whatever the memory held
     some = (first < end).to(gl.int32)
     of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
     total, stage, phase = add_products(
@@ -164,10 +171,12 @@ def multiply_depth(
     first, end = depth_of(group, block, G)
     if whole is not None:
         if WIDE:
+            # all four quarters have room, so that no warp waits for a write
             room = gl.allocate_shared_memory(whole.dtype, [4, QUARTER, QUARTER], whole.layout)
         else:
             room = gl.allocate_shared_memory(whole.dtype, [SIZE // 2, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        # one tile ahead, so that the products do not wait for the blocks of the next group
         next_group, next_top, next_n, next_low = place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )

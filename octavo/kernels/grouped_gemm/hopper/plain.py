@@ -35,10 +35,12 @@ def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase,
     H: gl.constexpr = left.shape[1] // 2
     DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
+    # no promotion: bfloat16 products are summed in float32 by the tensor cores
     total = gl.zeros((H, ACROSS), gl.float32, layout=sum_layout(ACROSS, 16))
     for _ in range(0, depth, DEEP):  # the other warpgroup multiplies while this one waits
         mbarrier.wait(ready.index(stage), phase)
         mine = left.index(stage).slice(HALF * H, H, dim=0)
+        # sixteen-bit operands may lie either way in shared memory; eight-bit ones may not
         if TRANSPOSED:
             theirs = right.index(stage)
         else:
@@ -61,9 +63,11 @@ def _multiply_plain(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        # asked for one tile ahead
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
         if a_global is not None:  # asked for before the products
+            # rows of a tile exist, and so its group is not empty
             level2 = gl.load(a_global + group) * gl.load(b_global + group)
         total, stage, phase = sum_of_products(HALF, left, right, ready, empty, stage, phase, K, TRANSPOSED)
         if a_global is not None:
@@ -106,6 +110,7 @@ def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
     """Return b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
     tile of a transposed one must not reach into the next group, whose values may be NaN."""
     for matrices, transposed in ((b, False), (b.transpose(1, 2), True)):
+        # only then do the matrices follow each other without a gap
         if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (transposed and b.shape[2] % DEPTH):
             flat = matrices.flatten(0, 1)
             if can_be_copied(flat):
@@ -154,6 +159,7 @@ def _plain_rows_launch(programs: int, sizes: tuple[int, ...], transposed: bool, 
 def plain_tile(out: Tensor) -> tuple[int, int]:
     """Return the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
     n = out.shape[-1]
+    # wide where it wastes few columns; float32 results take twice the shared memory
     return WIDE if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else NARROW
 
 

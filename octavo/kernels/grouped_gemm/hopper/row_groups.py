@@ -57,6 +57,7 @@ def _with_bias(HALF: gl.constexpr, total, bias, scales, start, count, group, col
         columns = column * ACROSS + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, SUM))
         at_bias = bias + group.to(gl.int64) * N + columns
         if scales is not None:
+            # scales of the rows belong to the packed rows, not to the padded ones
             lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
             own = gl.load(scales + start + lanes, mask=lanes < count, other=0.0).to(gl.float32)
             total += own[:, None] * gl.load(at_bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -77,6 +78,7 @@ def write_rows(HALF: gl.constexpr, total, out, whole, room, bias, scales, start,
         wait_until_read()  # what was there has left
         room.store(total.to(whole.dtype))
         fence_async_shared()
+        # the copy unit writes whole boxes: it would write into the rows of the next group
         if count >= (HALF + 1) * H:
             async_store(whole, [start + HALF * H, column * ACROSS], room)
         else:
@@ -107,9 +109,11 @@ def load_rows(
     ACROSS: gl.constexpr = right.shape[2] if TRANSPOSED else right.shape[1]
     across = gl.cdiv(N, ACROSS)
     total = gl.load(block + G) * across
+    # buffers begin empty: a wait for the phase before the first one passes at once
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        # asked for one tile ahead: its loads and divisions are done while this tile is copied
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
         if source is not None:
             start = gl.load(source + row)
@@ -133,6 +137,7 @@ def load_rows(
 def _two_scales(at_a, at_b, a_scale_step, b_scale_step, step, steps):
     """Return the factors of the scales of two products, from this step on, asked for two products ahead. They are
     multiplied only when they are needed: that waits for them."""
+    # past the last product any scale will do: it multiplies nothing
     second = gl.minimum(step + 1, steps - 1)
     first = gl.minimum(step, steps - 1)
     a, b = gl.load(at_a + gl.cast(first, gl.int64) * a_scale_step), gl.load(at_b + first * b_scale_step)
@@ -154,8 +159,10 @@ def _add_scaled_products(
         second, second_phase = following(stage, phase)
         mbarrier.wait(ready.index(second), second_phase)
         other = product(HALF, left, right, second)
+        # the factors of these products came two products ago; those of the next two are asked for now
         now, then = a * b, c * d
         a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, step + 1, steps)
+        # the second product runs in the tensor cores while the first is scaled and added
         done = warpgroup_mma_wait(1, deps=[part])
         mbarrier.arrive(empty.index(stage), count=1)
         total += done * now[:, None]
@@ -189,6 +196,7 @@ def _multiply_rows(
     tiles = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+    # a group's matrix begins so many blocks of scales down, or across if it is stacked by columns
     b_group = (group_rows // SIZE) * b_scale_row + (group_columns // SIZE) * b_scale_step
     group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
     at_a, at_b = a_scale + row * SIZE + lanes, b_scale + group * b_group + column * b_scale_row
@@ -196,6 +204,7 @@ def _multiply_rows(
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
+        # half of a tile may lie past the group's end
         if count > HALF * H:
             total, stage, phase = _add_scaled_products(
                 HALF, left, right, ready, empty, stage, phase, steps, a, b, c, d, at_a, at_b, a_scale_step, b_scale_step
@@ -239,6 +248,7 @@ def multiply_whole_rows(
         else:
             at_a = a_scale + group * a_scale_group
         at_b = b_scale + group * b_scale_group
+        # before the products, which take long enough for the scales to come
         of_rows, of_columns = scales_ahead(at_a, at_b, lanes, SIZE, N, A_EACH, B_EACH)
         if count > HALF * H:
             if FAST:
@@ -247,6 +257,7 @@ def multiply_whole_rows(
                 total, stage, phase = add_products(
                     HALF, left, right, None, None, ready, empty, stage, phase, steps, add_unscaled
                 )
+            # 128 columns at a time, through the room of one: the rest of shared memory is for buffers
             for part in gl.static_range(PARTS):
                 if PARTS == 1:
                     y = total
@@ -317,6 +328,7 @@ def whole_rows_kernel(
 
 def halves_of(out: Tensor) -> Tiles | None:
     """Return `out` [rows, N] for TMA to write by half tiles; None for float32 or unaligned rows."""
+    # TMA takes rows that begin at multiples of 16 bytes
     if out.dtype == torch.float32 or out.shape[1] % 8 or out.data_ptr() % 16:
         return None
     return Tiles(out, [BLOCK // 2, BLOCK], HALF_TILE)

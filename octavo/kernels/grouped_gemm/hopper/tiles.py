@@ -43,12 +43,15 @@ def tile_of_rows(t, total, owner, block, across):
     """Return (group, row block, column tile) of a tile's number. Within a group, SPAN row blocks at a time, columns
     outermost. Any number will do: it is asked for one tile ahead, with two divisions, the slowest arithmetic between
     tiles."""
+    # a number past the last tile, or of no tile at all, names one that exists: its loads are harmless
     t = gl.maximum(gl.minimum(t, total - 1), 0)
     at = t // across  # the row block, if tiles went row by row: of the same group, and of the same SPAN
+    # a row block that no group has says -1
     group = gl.maximum(gl.load(owner + at), 0)
     first = gl.load(block + group)
     end = gl.load(block + group + 1)
     lead = first + (at - first) // SPAN * SPAN
+    # the last span of a group may be lower
     height = gl.maximum(gl.minimum(end - lead, SPAN), 1)
     within = t - lead * across
     column = within // height
@@ -77,6 +80,7 @@ def barriers(COUNT: gl.constexpr = STAGES):
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(ready.index(i), count=1)
+        # both warpgroups read a buffer, and each says when it is done
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     return ready, empty
@@ -93,6 +97,7 @@ def operands(HALF: gl.constexpr, left, right, stage):
 def product(HALF: gl.constexpr, left, right, stage):
     """Begin the product of one half of a tile's rows and the tile across."""
     ACROSS: gl.constexpr = right.shape[1]
+    # not read: use_acc=False begins a sum anew
     zero = gl.zeros((SIZE // 2, ACROSS), gl.float32, layout=sum_layout(ACROSS))
     mine, across = operands(HALF, left, right, stage)
     return warpgroup_mma(mine, across, warpgroup_mma_init(zero), use_acc=False, is_async=True)
@@ -122,6 +127,7 @@ def add_products(
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
     if steps > 0:
         one = begun(HALF, left, right, ready, stage, phase)
+        # in turn, by two names: with one, Triton would copy the registers of a product that is on its way
         for _ in range(2, steps, 2):
             second, second_phase = following(stage, phase)
             other = begun(HALF, left, right, ready, second, second_phase)
@@ -157,6 +163,7 @@ def add_in_tensor_cores(HALF: gl.constexpr, left, right, ready, empty, stage, ph
         mbarrier.wait(ready.index(stage), phase)
         mine, across = operands(HALF, left, right, stage)
         total = warpgroup_mma(mine, across, total, is_async=True)
+        # one product stays on its way; the one before it is done with its buffer
         total = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[total]))
         mbarrier.arrive(empty.index(last), count=1)
     done = warpgroup_mma_wait(0, deps=[total])
@@ -170,6 +177,7 @@ def scales_ahead(a_scale, b_scale, rows, M, N, A_EACH: gl.constexpr, B_EACH: gl.
     """Return the scales of a tile's rows and of its columns, asked for before its products; one of all rows, or
     columns, unless EACH has its own. Those of each column wait for `scaled`: they would need too many registers until
     then. Where there are no rows or columns, nothing is read."""
+    # a scale for each row is one value a thread; one for each column would be as many as a thread has columns
     if A_EACH:
         of_rows = gl.load(a_scale + rows, mask=rows < M, other=0.0)[:, None]
     else:
@@ -203,6 +211,7 @@ def processors(device: torch.device) -> int:
 
 def can_be_copied(matrix: Tensor) -> bool:
     """Return whether TMA can copy tiles of this matrix by descriptors."""
+    # what a descriptor of TMA takes
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
     return aligned and matrix.stride(1) == 1 and matrix.numel() > 0
 

@@ -51,6 +51,7 @@ def plain_forward(
     residual: Residual | None = None,
 ) -> Statistics:  # fmt: skip
     """Write y, then cast it."""
+    # in x's dtype, as the fused kernel rounds before it casts
     y, mean, rstd = norms.forward(norm, x, weight, bias, residual)
     fill_pair(y, pair, cast_args)
     return mean, rstd

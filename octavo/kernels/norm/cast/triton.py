@@ -47,6 +47,7 @@ def _cast_kernel(
     m = r
     if CENTER:
         m = gl.load(mean + rows, mask=rows < M, other=0.0)
+    # the whole tile is on its way before the branch below, past which no load is moved
     v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     store_given_scale(row_scale, column_scale, inverse_scale, s)
     y = normed(v.to(gl.float32), m, r, weight, bias, columns, K, CENTER, ZERO_CENTERED)
@@ -70,8 +71,10 @@ def forward(
 ) -> Statistics:
     if x.numel() == 0 or tile_cast.unsupported_reason(pair, cast_args, x.dtype, "the normalised rows"):
         return plain_forward(norm, x, weight, bias, pair, cast_args, residual)
+    # by the norm's own kernel: a row is wider than a tile of codes
     mean, rstd = statistics(norm, x, weight, bias, residual)
     if residual is not None:
+        # the sum, which that kernel has written and rounded
         x = residual.z
     spec = tile_casts.spec_of(pair)
     sizes = (*x.shape, *x.stride(), *tile_casts.strides(pair))

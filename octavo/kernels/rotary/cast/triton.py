@@ -38,6 +38,7 @@ def _turned_tile(
     layout: gl.constexpr = dual.row_layout(COLUMNS, W)
     rows = pm * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     first = pk * COLUMNS
+    # a tile has columns of one part, since tiles divide the widths: the branch is the same for all threads
     part, start, batch, token, step = dq, first, q_batch, q_token, q_head
     if first >= H * D:
         part, start, batch, token, step = dk, first - H * D, k_batch, k_token, k_head
@@ -52,12 +53,14 @@ def _turned_tile(
     heads = place[:, None] + (head.to(gl.int64) * step)[None, :]
     live = (rows < M)[:, None]
     if first < (H + S) * D:
+        # both channels of a pair read the same two values: the second read hits the cache
         pair = gl.where(is_low, channel, channel - HALF)[None, :]  # its lower channel, for both
         low = gl.load(part + heads + pair, mask=live, other=0.0).to(gl.float32)
         high = gl.load(part + heads + pair + HALF, mask=live, other=0.0).to(gl.float32)
         cosine = gl.load(own + (t * D)[:, None] + pair, mask=live, other=0.0).to(gl.float32)
         sine = gl.load(other + (t * D)[:, None] + pair + HALF, mask=live, other=0.0).to(gl.float32)
         of_low, of_high = gl.where(is_low[None, :], cosine, -1.0 * sine), gl.where(is_low[None, :], sine, cosine)
+        # fused as in the kernel that writes the gradient, so that bits agree
         x = gl.fma(low, of_low, high * of_high).to(dq.dtype.element_ty)
     else:
         x = gl.load(part + heads + channel[None, :], mask=live, other=0.0)
@@ -76,7 +79,9 @@ def _cast_kernel(
     s = 1.0
     if inverse_scale is not None:
         s = gl.load(inverse_scale)
+    # between the loads and the arithmetic: a branch, past which no load is moved
     store_given_scale(row_scale, column_scale, inverse_scale, s)
+    # several heads of the same positions: their factors, twice the bytes of a tile, stay in the cache
     for pk in range(turn * TURNS, gl.minimum(turn * TURNS + TURNS, K // COLUMNS)):
         x = _turned_tile(
             dq, dk, dv, own, other, M, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token,
@@ -97,6 +102,7 @@ def backward(
     shared = dk.shape[2]
     spec = tile_casts.spec_of(pair)
     config = config or tile_casts.fitting(CONFIGS, spec)
+    # see `_turned_tile`: no tile may have columns of two parts
     whole = heads * channels % config.columns == 0 == shared * channels % config.columns
     spills = dq.dtype == torch.float32 and tile_casts.is_block(spec)
     if (
