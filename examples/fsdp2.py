@@ -7,6 +7,7 @@ It was run over gloo on CPUs, and never over several GPUs.
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -54,7 +55,6 @@ def train(settings):
         print(report.summary())
         print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} on {dist.get_world_size()} ranks")
     dist.barrier()
-    dist.destroy_process_group()
     return losses
 
 
@@ -62,7 +62,10 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="fp8-delayed")
     parser.add_argument("--steps", type=int, default=15)
-    return train(parser.parse_args(arguments))
+    losses = train(parser.parse_args(arguments))
+    gc.collect()  # FSDP2's objects hold each other, and the group that ends here
+    dist.destroy_process_group()
+    return losses
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.support.pages import DOCS, GPU, ROOT, anchors, blocks, broken, exampl
 from tests.support.state_tensors import named_state
 
 LONGEST = 100  # words of a paragraph
-LONGEST_PAGE = 3000  # words of a page; the changelog and the guide for contributors are read in parts
+LONGEST_PAGE = 3000  # words of a page, code included; of CONTRIBUTING.md, which is followed with an editor, without it
 README = ROOT / "README.md"
 WRITTEN = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
 WRITTEN += sorted(DOCS.rglob("*.md"))
@@ -172,9 +172,10 @@ def test_no_paragraph_is_long(page):
     assert [p for p in found if len(p.split()) > LONGEST] == []
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.rglob("*.md"))], ids=name)
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "CHANGELOG.md"], ids=name)
 def test_no_page_is_long(page):
-    assert len(page.read_text().split()) <= LONGEST_PAGE
+    text = page.read_text()
+    assert len((prose(text) if page.name == "CONTRIBUTING.md" else text).split()) <= LONGEST_PAGE
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name)

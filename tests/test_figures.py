@@ -14,6 +14,7 @@ from tests.support.figures import (
     LOG,
     LOSS,
     README,
+    ROOT,
     cases,
     kept,
     keyed,
@@ -84,6 +85,7 @@ def test_the_first_table_of_the_readme():
         f"{fused['bf16 compiled']['ms'] / fused['fp8-delayed']['ms']:.2f}× as fast",
         f"{gap('fp8-delayed')} %",
     ]
+    assert "was {:.2f} to {:.2f} times as fast as compiled bf16".format(*kinds) in section("docs/index.md", "# Octavo")
     named = re.findall(r"`([\w-]+)\.json`", section(README, "# Octavo"))
     assert named == ["model-h200", MIXTURES, MLP, "parity-h200"]
 
@@ -179,6 +181,15 @@ def test_the_summary_of_the_benchmarks():
     ]
     want = [[f"{base:{form}} ms", f"{ours:{form}} ms", f"{base / ours:.2f}"] for base, ours, form in pairs]
     assert [row[1:4] for row in rows] == want
+
+
+def test_every_file_of_the_benchmarks_has_its_age():
+    """Those of the log are older, and say so themselves."""
+    shown = [re.findall(r"`([\w-]+)`", row[1]) for row in tables(BENCHMARKS, "## Which code was measured")[0][1:]]
+    aged = [name for names in shown for name in names]
+    pages = [(ROOT / page).read_text() for page in (BENCHMARKS, EXPERTS, LOSS, HOST)]
+    linked = {name for text in pages for name in re.findall(r"results/([\w-]+)\.json", text)}
+    assert sorted(aged) == sorted(linked)
 
 
 @pytest.mark.parametrize(
