@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     pool = Pool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def expert_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry of experts that transformers would have, empty."""
+    from tests.support.dispatched_experts import PACKAGE, package
+
+    monkeypatch.setitem(sys.modules, PACKAGE, package())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@
 `make test` runs everything.
 """
 
+import ast
 import re
 import sys
 from collections import defaultdict
@@ -38,11 +39,33 @@ def chosen(items: Sequence[Any]) -> set[Any]:
 
 
 def slow_in(log: str) -> list[str]:
-    """The functions whose cheapest case took long in a run with this output."""
+    """The functions whose cheapest case took long in a run with this output, and those that share a long setup: the
+    first function of a file that takes a module's fixture pays for it, and without that one the next would."""
     cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for seconds, _, test in _LINE.findall(log):
+    shared: set[str] = set()
+    for seconds, what, test in _LINE.findall(log):
         cases[function_of(test)][test] += float(seconds)
-    return sorted(function for function, taken in cases.items() if min(taken.values()) > LONG)
+        if what == "setup" and float(seconds) > LONG:
+            shared |= sharing_setup(function_of(test))
+    return sorted(shared | {function for function, taken in cases.items() if min(taken.values()) > LONG})
+
+
+def sharing_setup(function: str) -> set[str]:
+    """The functions of a test's file that take a fixture of the whole file which the test takes."""
+    file, _, name = function.partition("::")
+    path = SLOW.parent.parent / file
+    source = path.read_text() if path.exists() else ""  # the file may have gone since the run
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    decorators = {node.name: " ".join(map(ast.unparse, node.decorator_list)) for node in nodes}
+    takes = {node.name: {argument.arg for argument in node.args.args} for node in nodes}
+    of_the_file = {each for each, text in decorators.items() if "fixture" in text and "scope='module'" in text}
+
+    def taken(test: str) -> set[str]:
+        """Fixtures of the whole file, by way of others too."""
+        return {test} & of_the_file | {found for each in takes.get(test, ()) for found in taken(each)}
+
+    wanted = taken(name.split("::")[-1])
+    return {f"{file}::{each}" for each in takes if each.startswith("test_") and taken(each) & wanted}
 
 
 if __name__ == "__main__":

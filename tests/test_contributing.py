@@ -47,6 +47,7 @@ TITLES = {
     "operation": "Add an operation",
     "fused operation": "Add a fused operation",
     "kernel": "Add a kernel",
+    "parallel style": "Add a parallel style",
 }
 
 
@@ -197,6 +198,10 @@ def test_tests_that_sweep_recipes_pass_for_the_new_one_without_a_line_about_it(r
 
 def test_the_test_of_the_kernel_runs(results):
     assert re.search(r"3 passed, 3 (skipped|deselected)|6 passed", results["kernel"][-1][0])
+
+
+def test_the_test_of_the_parallel_style_runs(results):
+    assert re.search(r"^2 passed", results["parallel style"][-1][0].splitlines()[-1])
 
 
 def test_new_files_keep_the_order_of_imports(copy):

@@ -29,6 +29,18 @@ def test_a_function_is_slow_if_its_cheapest_case_with_its_setup_is():
     assert fast.slow_in("\n".join(line.format("tests/a.py::test_") for line in lines)) == ["tests/a.py::test_x"]
 
 
+def test_functions_that_share_a_long_setup_are_slow_together(monkeypatch, tmp_path):
+    monkeypatch.setattr(fast, "SLOW", tmp_path / "tests" / "slow")
+    fast.SLOW.parent.mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "@pytest.fixture(scope='module')\ndef built(): ...\n"
+        "@pytest.fixture\ndef copied(built): ...\n"
+        "def test_x(built): ...\ndef test_y(copied): ...\ndef test_z(tmp_path): ...\n"
+    )
+    log = "9.00s setup    tests/test_a.py::test_x\n0.01s call     tests/test_a.py::test_y"
+    assert fast.slow_in(log) == ["tests/test_a.py::test_x", "tests/test_a.py::test_y"]
+
+
 def test_every_slow_function_exists():
     root = fast.SLOW.parent.parent
     missing = []

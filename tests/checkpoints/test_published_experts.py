@@ -1,7 +1,5 @@
 """Experts in published checkpoints: one by one in the file, stacked in the model; and weights that are tied."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -9,15 +7,11 @@ from torch import nn
 import octavo
 from octavo.errors import InvalidCheckpoint
 from octavo.weights.quantized_weight import QuantizedWeight
-from tests.support.dispatched_experts import PACKAGE, Config, Gated, call, package
+from tests.support.dispatched_experts import Config, Gated, call
 from tests.support.published_folders import bytes_of, change, tensors
 
+pytestmark = pytest.mark.usefixtures("expert_registry")
 RECIPE, FFN, HIDDEN = "fp8-block(scale='fp32')", 256, 128
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setitem(sys.modules, PACKAGE, package())
 
 
 def stacked(**place):

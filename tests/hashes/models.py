@@ -201,14 +201,15 @@ def alone(kind: Callable[..., nn.Module], *sizes: Any, extra: tuple[str, ...] = 
     return Kind(lambda _: kind(*sizes, **settings), extra=extra, extra_width=K)
 
 
+CLASSES = {name: getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)}
+ACTIVATIONS = [  # those whose settings have defaults
+    name for name, kind in CLASSES.items() if issubclass(kind, ops.Activation)
+    and kind not in (ops.Activation, ops.ConstantScale)
+]  # fmt: skip
 OPERATIONS = {
+    **{name: alone(getattr(ops, name), extra=("scales",) * name.startswith("Scaled")) for name in ACTIVATIONS},
     **{name: alone(getattr(ops, name)) for name in (
-        "GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
-        "ClampedSwiGLU", "SiTUGLU", "L2Normalization", "Identity", "MakeExtraOutput", "AllGather", "AllReduce",
-        "ReduceScatter", "SumGradient",
-    )},
-    **{name: alone(getattr(ops, name), extra=("scales",)) for name in (
-        "ScaledSwiGLU", "ScaledClampedSwiGLU", "ScaledSiTUGLU", "ScaledSReLU",
+        "L2Normalization", "Identity", "MakeExtraOutput", "AllGather", "AllReduce", "ReduceScatter", "SumGradient",
     )},
     "SwiGLU, interleaved": alone(ops.SwiGLU, glu_interleave_size=16),
     "ClampedSwiGLU, settings": alone(ops.ClampedSwiGLU, limit=2.0, alpha=1.5, glu_linear_offset=0.5),

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 import weakref
 
 import pytest
@@ -14,7 +13,6 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
 from tests.support.dispatched_experts import (
-    PACKAGE,
     Config,
     Gated,
     Model,
@@ -22,19 +20,13 @@ from tests.support.dispatched_experts import (
     call,
     gradients,
     in_float64,
-    package,
 )
 from tests.support.exports import attempt_export
 from tests.support.recipe_traits import by_bits
 from tests.support.state_tensors import named_state
 
 BOUNDS = by_bits(unquantized=1e-5, eight=0.1, four=0.4)  # relative error of y and of each gradient
-pytestmark = pytest.mark.usefixtures("registry")
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setitem(sys.modules, PACKAGE, package())
+pytestmark = pytest.mark.usefixtures("expert_registry")
 
 
 def gated(seed=0, config=None, **settings):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -10,17 +9,11 @@ import torch
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.support.dispatched_experts import PACKAGE, package
 from tests.support.expert_layouts import LAYOUTS, DbrxExperts, tokens
 from tests.support.recipe_traits import by_bits
 
 BOUNDS = by_bits(unquantized=1e-5, eight=0.1, four=0.4)  # relative error of y and of each gradient
-pytestmark = pytest.mark.usefixtures("registry")
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setitem(sys.modules, PACKAGE, package())
+pytestmark = pytest.mark.usefixtures("expert_registry")
 
 
 def made(name, seed=0):

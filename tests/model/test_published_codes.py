@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import sys
 
 import pytest
 import torch
@@ -11,16 +10,12 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from tests.support.dispatched_experts import PACKAGE, Config, Gated, package
+from tests.support.dispatched_experts import Config, Gated
 from tests.support.titan_experts import GroupedExperts
 
+pytestmark = pytest.mark.usefixtures("expert_registry")
 FP8 = torch.float8_e4m3fn
 X = torch.linspace(-1, 1, 8 * 256).view(8, 256)
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setitem(sys.modules, PACKAGE, package())
 
 
 def published(weight, block=128):

@@ -1,17 +1,20 @@
-"""The contract of the linear layer, without a module around it: forward returns what abstract describes, backward
-needs no more than save chose, inputs stay as they were, and a config is its string."""
+"""The contract of the linear layer and of the grouped one, without a module around them: forward returns what abstract
+describes, backward needs no more than save chose, inputs stay as they were, and a config is its string."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from octavo.ops import grouped_linear_layer
 from octavo.ops.linear_layer import Buffers, Config, Inputs, layer
 from octavo.quant import Tensorwise
 from octavo.quant.casts import quantize_pair
 from octavo.quant.quantizer import CastArgs
 from octavo.recipes import SHIPPED, recipe
-from tests.support.contract_checks import check_forward, flatten, wants
+from octavo.runtime.contract import WeightCast
+from tests.support.contract_checks import check_backward, check_forward, flatten, wants
 
 M, K, N = 20, 33, 40
 RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "mxfp8(backward='dequantized')", "fp8-block(wgrad='bf16')"]
@@ -56,11 +59,126 @@ def configs():
 ALL = list(configs())
 
 
+# -- the same for groups -----------------------------------------------------------------------------------------------
+
+ROWS, G = 40, 3
+SIZES = (20, 0, 12)  # and a tail of eight rows
+GROUPED_RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "fp8-block(backward='dequantized')"]
+GROUPED_GRADS = ["", "dx", "dw", "db", "dx dw", "dx dw db ds"]
+
+
+def buffers_for(config: Config) -> Buffers:
+    seed = torch.tensor([5, 6]) if config.is_stochastic else None
+    return Buffers(amax=torch.zeros(1) if config.observe else None, seed=seed)
+
+
+def grouped_inputs(config: grouped_linear_layer.Config) -> grouped_linear_layer.Inputs:
+    """Random tensors, and codes where the config says they come as codes."""
+    x, weight, bias = torch.randn(ROWS, K), torch.randn(G, N, K), torch.randn(G, N)
+    scaling = row = column = ()
+    if config.recipe.stateful:
+        scaling = tuple(torch.full((G,), v) for v in (2.0, 3.0, 4.0))
+        if config.measures_x:
+            scaling = (*scaling, *(torch.full((G,), n) for n in (0, 1, 0)))
+    if config.weight != "plain":
+        row, column = grouped_codes(config, weight, scaling[1:2])
+    scales = torch.rand(ROWS) if config.scales_dtype else None
+    seen = (torch.zeros(G), torch.zeros(G)) if config.observe else ()
+    return grouped_linear_layer.Inputs(x, weight, bias, torch.tensor(SIZES), scales, None, row, column, scaling, seen)
+
+
+def grouped_codes(config, weight, scaling):
+    """Cached codes of a weight."""
+    protos = grouped_linear_layer.layer.abstract_weight(config, weight)
+    row, column = (() if p is None else tuple(p.empty().tensors()) for p in protos)
+    grouped_linear_layer.layer.refresh(config, WeightCast(weight, row, column, scaling=scaling))
+    return row, column
+
+
+def grouped_configs(name):
+    subject = recipe(name)
+    quantizes = subject.linear().fprop.mode == "quantized"
+    ways = (False, True) if subject.stateful else (False,)
+    weights = ("plain", "codes") if quantizes else ("plain",)
+    for grads, weight, observe in itertools.product(GROUPED_GRADS, weights, ways):
+        measures = subject.stateful and subject.cold_start == "current"
+        yield grouped_linear_layer.Config(
+            subject, bias_dtype="float32", scales_dtype="float32", **wants(grads), weight=weight, observe=observe,
+            measures_x=measures, measures_w=measures, measures_dy=measures,
+        )  # fmt: skip
+
+
+def grouped_buffers(config):
+    seed = torch.tensor([5, 6]) if config.is_stochastic else None
+    return grouped_linear_layer.Buffers(amax=torch.zeros(G) if config.observe else None, seed=seed)
+
+
+LINEAR = SimpleNamespace(
+    layer=layer, Config=Config, Buffers=Buffers, inputs=inputs_for, buffers=buffers_for, rows=M,
+    configs=lambda name: [config for config in ALL if config.recipe == recipe(name)][::3],
+)  # fmt: skip
+GROUPED = SimpleNamespace(
+    layer=grouped_linear_layer.layer, Config=grouped_linear_layer.Config, Buffers=grouped_linear_layer.Buffers,
+    inputs=grouped_inputs, buffers=grouped_buffers, rows=ROWS, configs=grouped_configs,
+)  # fmt: skip
+LAYERS = {"linear": LINEAR, "grouped": GROUPED}
+
+
+def layers(recipes_of_linear, recipes_of_groups):
+    """A case for each layer and recipe."""
+    return pytest.mark.parametrize(("kind", "name"), [
+        *[pytest.param(LINEAR, name, id=f"linear-{name}") for name in recipes_of_linear],
+        *[pytest.param(GROUPED, name, id=f"grouped-{name}") for name in recipes_of_groups],
+    ])  # fmt: skip
+
+
+def is_stochastic(name):
+    return Config(recipe(name), **wants("dx dw")).is_stochastic
+
+
+# -- what both layers keep ---------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("lead", [(M,), (2, 3, 5), (0,)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_forward_returns_what_abstract_describes(name, lead):
     for config in (c for c in ALL if c.recipe == recipe(name)):
         check_forward(layer, config, inputs_for(config, lead))
+
+
+@pytest.mark.parametrize("name", GROUPED_RECIPES)
+def test_forward_of_groups_returns_what_abstract_describes(name):
+    for config in grouped_configs(name):
+        check_forward(GROUPED.layer, config, grouped_inputs(config))
+
+
+@layers(RECIPES, GROUPED_RECIPES)
+def test_backward_needs_only_saved_tensors(kind, name):
+    for config in kind.configs(name):
+        if config.is_stochastic:
+            continue  # two backwards draw different bits, see below
+        inputs = kind.inputs(config)
+        made = kind.layer.forward(config, inputs)
+        check_backward(kind.layer, config, inputs, made, (torch.randn(kind.rows, N),), kind.buffers(config))
+
+
+@layers(filter(is_stochastic, RECIPES), filter(is_stochastic, GROUPED_RECIPES))
+def test_a_backward_advances_the_seed(kind, name):
+    config = kind.Config(recipe(name), **wants("dx dw"))
+    inputs, buffers = kind.inputs(config), kind.buffers(config)
+    saved = kind.layer.save(config, inputs, kind.layer.forward(config, inputs))
+    kind.layer.backward(config, saved, buffers, (torch.randn(kind.rows, N),))
+    assert buffers.seed.tolist() == [5, 7]
+
+
+def test_the_tail_is_zero():
+    config = GROUPED.Config(recipe("bf16"), **wants("dx"))
+    inputs = grouped_inputs(config)
+    made = GROUPED.layer.forward(config, inputs)
+    dy = torch.randn(ROWS, N)
+    dx = GROUPED.layer.backward(config, GROUPED.layer.save(config, inputs, made), GROUPED.Buffers(), (dy,))[0]
+    assert not made.outputs[0][sum(SIZES) :].any() and not dx[sum(SIZES) :].any()
+    assert made.outputs[0][: sum(SIZES)].any() and dx[: sum(SIZES)].any()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -120,31 +238,38 @@ def test_running_amaxes_are_raised_and_never_lowered(name):
     assert seen.tolist() == [99, 99]
 
 
-@pytest.mark.parametrize("x", ["plain", "codes"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_deferred_dw_is_the_one_that_backward_returns(name, x):
-    """From the buffers that forward returns, and that backward fills."""
-    if x == "codes" and recipe(name).linear().fprop.mode != "quantized":
-        pytest.skip("no codes of x without a quantized fprop")
-    now, later = (Config(recipe(name), **wants("dw"), x=x, deferred_wgrad=how) for how in ("", "buffers"))
-    inputs, dy = inputs_for(now), torch.randn(M, N)
-    buffers = Buffers(seed=torch.tensor([5, 6]) if now.is_stochastic else None)
-    dw = layer.backward(now, layer.save(now, inputs, layer.forward(now, inputs)), buffers, (dy,))[1]
-    made = check_forward(layer, later, inputs)
-    buffers = Buffers(seed=torch.tensor([5, 6]) if now.is_stochastic else None)
-    saved = layer.save(later, inputs, made)
-    assert layer.backward(later, tuple(saved), buffers, (dy,)) == (None,) * len(inputs)
+@layers(RECIPES, GROUPED_RECIPES)
+def test_a_deferred_dw_is_the_one_that_backward_returns(kind, name):
+    check_deferred(kind, name)
+
+
+@layers([name for name in RECIPES if recipe(name).linear().fprop.mode == "quantized"], [])
+def test_a_deferred_dw_of_codes_is_the_one_that_backward_returns(kind, name):
+    check_deferred(kind, name, x="codes")
+
+
+def check_deferred(kind, name, **given):
+    """dW from the buffers that forward returns, and that backward fills."""
+    now, later = (kind.Config(recipe(name), **wants("dw"), **given, deferred_wgrad=how) for how in ("", "buffers"))
+    inputs, dy = kind.inputs(now), torch.randn(kind.rows, N)
+    saved = kind.layer.save(now, inputs, kind.layer.forward(now, inputs))
+    dw = kind.layer.backward(now, saved, kind.buffers(now), (dy,))[1]
+    made = check_forward(kind.layer, later, inputs)
+    saved = kind.layer.save(later, inputs, made)
+    assert kind.layer.backward(later, tuple(saved), kind.buffers(later), (dy,)) == (None,) * len(inputs)
     start, stop = later.deferred_span
     tensors = [t for group in made for t in group if t is not None][start:stop]
-    operands = layer.deferred_operands(later, tuple(tensors), inputs.x_codes, inputs.weight)
-    assert torch.equal(layer.weight_gradient(later, operands, None), dw)
+    codes = inputs.x_codes if kind is LINEAR else ()
+    operands = kind.layer.deferred_operands(later, tuple(tensors), codes, inputs.weight)
+    assert torch.equal(kind.layer.weight_gradient(later, operands, None), dw)
 
 
-def test_no_gradient_in_no_gradient_out():
-    config = Config(recipe("fp8-current"), **wants("dx dw"))
-    inputs = inputs_for(config)
-    saved = layer.save(config, inputs, layer.forward(config, inputs))
-    assert layer.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
+def test_no_gradient_in_no_gradient_out(kind):
+    config = kind.Config(recipe("fp8-current"), **wants("dx dw"))
+    inputs = kind.inputs(config)
+    saved = kind.layer.save(config, inputs, kind.layer.forward(config, inputs))
+    assert kind.layer.backward(config, saved, kind.Buffers(), (None,)) == (None,) * len(inputs)
 
 
 def test_a_config_is_its_string():

@@ -1,6 +1,7 @@
 """octavo.optim.AdamW: torch's arithmetic, codes as the quantizer writes them, states that travel both ways."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.adamw import BLOCK, Moments, reference
+from tests.support import training
 
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
@@ -26,17 +28,7 @@ def mlp(recipe="fp8-block", dtype=torch.bfloat16, trainable=True, keep_columns=F
     return model
 
 
-def train(model, optimizer, steps=3, first=0):
-    losses = []
-    for i in range(first, first + steps):
-        x = torch.randn(40, 48, generator=torch.Generator().manual_seed(i)).bfloat16()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        octavo.step(model)
-        losses.append(loss.item())
-    return losses
+train = partial(training.train, shape=(40, 48), dtype=torch.bfloat16, after=octavo.step)
 
 
 def codes(model):
@@ -65,7 +57,7 @@ def test_codes_are_those_of_the_master_copy(recipe):
     """A step is an update of float32 values, then the quantizer."""
     model = mlp(recipe)
     optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer)
+    train(model, optimizer, range(3))
     for layer in (model[0], model[2]):
         master = optimizer.state[layer.weight]["master"]
         twin = octavo.Linear(layer.in_features, layer.out_features, recipe=recipe, dtype=torch.bfloat16)
@@ -114,15 +106,15 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(master, states, tmp_path):
         return model, octavo.optim.AdamW(model.parameters(), lr=1e-2, master=master, states=states)
 
     whole, optimizer = fresh()
-    train(whole, optimizer, 4)
+    train(whole, optimizer, range(4))
     half, optimizer = fresh()
-    train(half, optimizer, 2)
+    train(half, optimizer, range(2))
     torch.save({"model": half.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "half.pt")
     resumed, optimizer = fresh()
     loaded = torch.load(tmp_path / "half.pt", weights_only=False)
     resumed.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    train(resumed, optimizer, 2, first=2)
+    train(resumed, optimizer, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(codes(whole), codes(resumed), strict=True))
 
 
@@ -147,10 +139,10 @@ def test_the_state_travels_to_torch_and_back():
 def test_states_of_another_format_are_brought_into_this_one(states):
     model = mlp()
     old = octavo.optim.AdamW(model.parameters(), states="8bit")
-    train(model, old, 2)
+    train(model, old, range(2))
     new = octavo.optim.AdamW(model.parameters(), states=states)
     new.load_state_dict(old.state_dict())
-    train(model, new, 1)
+    train(model, new, range(1))
     state = new.state[model[0].weight]
     assert state["exp_avg"].dtype == {"8bit": torch.uint8}.get(states, getattr(torch, states, None))
     assert ("exp_avg_scale" in state) == (states == "8bit")
@@ -159,10 +151,10 @@ def test_states_of_another_format_are_brought_into_this_one(states):
 def test_a_weight_that_the_program_wrote_to_is_the_new_master():
     model = mlp()
     optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     with torch.no_grad():
         model[0].weight.copy_(torch.full((160, 48), 0.25))
-    train(model, optimizer, 1, first=1)
+    train(model, optimizer, range(1, 2))
     assert (optimizer.state[model[0].weight]["master"] - 0.25).abs().max() < 0.01
 
 

@@ -1,6 +1,7 @@
 """octavo.optim.AdamW without a master copy: codes are all there is of a weight, and small updates arrive on average."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,15 +9,12 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from tests.support.training import layer_of_codes
 
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8")
 
 
-def linear(recipe="fp8-block", dtype=torch.bfloat16, **settings):
-    torch.manual_seed(0)
-    layer = octavo.Linear(256, 128, bias=False, recipe=recipe, dtype=dtype)
-    octavo.quantize_weights(layer, trainable=True, **settings)
-    return layer
+linear = partial(layer_of_codes, octavo.Linear, 256, 128, recipe="fp8-block", dtype=torch.bfloat16)
 
 
 def constant_steps(layer, optimizer, steps):
@@ -28,7 +26,7 @@ def constant_steps(layer, optimizer, steps):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_updates_smaller_than_the_distance_of_codes_arrive_on_average(recipe):
-    layer = linear(recipe)
+    layer = linear(recipe=recipe)
     before = layer.weight.base_values(torch.float32)
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=1e-4, weight_decay=0.0, master="none")
     constant_steps(layer, optimizer, 20)
@@ -100,7 +98,7 @@ def test_plain_parameters_in_bfloat16_have_no_copy_and_others_do():
 
 
 def test_codes_that_it_cannot_write_are_refused():
-    for layer, why in ((linear("nvfp4"), "E2M1"), (linear(keep_columns=True), "keep_columns")):
+    for layer, why in ((linear(recipe="nvfp4"), "E2M1"), (linear(keep_columns=True), "keep_columns")):
         layer.weight.grad = torch.ones_like(layer.weight)
         with pytest.raises(UnsupportedConfig, match=why):
             octavo.optim.AdamW(layer.parameters(), master="none").step()
@@ -122,7 +120,7 @@ def test_a_master_copy_of_a_file_is_dropped_or_made():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpu_writes_codes_that_move_as_far(recipe):
-    layer = linear(recipe).cuda()
+    layer = linear(recipe=recipe).cuda()
     before = layer.weight.base_values(torch.float32)
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=1e-4, weight_decay=0.0, master="none")
     constant_steps(layer, optimizer, 20)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from tests.support.training import train
 
 
 def sharded(group, dtype=torch.float32):
@@ -22,12 +23,8 @@ def sharded(group, dtype=torch.float32):
     return fully_shard(model, mesh=mesh)
 
 
-def train(model, optimizer, rank, steps):
-    for i in steps:
-        x = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * i + rank)).to(model[0].weight.dtype)
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train_rank(model, optimizer, rank, steps):
+    train(model, optimizer, [10 * i + rank for i in steps], shape=(8, 48))
 
 
 def wholes(model):
@@ -36,8 +33,8 @@ def wholes(model):
 
 def takes_the_bits_of_torch(group, rank):
     ours, theirs = sharded(group), sharded(group)
-    train(ours, octavo.optim.AdamW(ours.parameters(), lr=1e-2), rank, range(3))
-    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False), rank, range(3))
+    train_rank(ours, octavo.optim.AdamW(ours.parameters(), lr=1e-2), rank, range(3))
+    train_rank(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False), rank, range(3))
     return all(map(torch.equal, wholes(ours), wholes(theirs)))
 
 
@@ -45,7 +42,7 @@ def resumes(group, rank):
     """Through torch's distributed state dicts, whose tensors are DTensors."""
     model = sharded(group, torch.bfloat16)
     optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-2, states="bfloat16")
-    train(model, optimizer, rank, range(2))
+    train_rank(model, optimizer, rank, range(2))
     state = get_optimizer_state_dict(model, optimizer)
     kinds = {
         type(t).__name__ for entry in state["state"].values() for n, t in entry.items() if n in ("master", "exp_avg")
@@ -54,8 +51,8 @@ def resumes(group, rank):
     again.load_state_dict(model.state_dict())
     its = octavo.optim.AdamW(again.parameters(), lr=1e-2, states="bfloat16")
     set_optimizer_state_dict(again, its, state)
-    train(model, optimizer, rank, range(2, 4))
-    train(again, its, rank, range(2, 4))
+    train_rank(model, optimizer, rank, range(2, 4))
+    train_rank(again, its, rank, range(2, 4))
     masters = [its.state[p]["master"] for p in again.parameters()]
     return (
         kinds, all(map(torch.equal, wholes(model), wholes(again))), all(isinstance(t, DTensor) for t in masters),
@@ -66,7 +63,7 @@ def resumes(group, rank):
 def refuses_blocks(group, rank):
     model = sharded(group)
     with pytest.raises(UnsupportedConfig, match="states='bfloat16'"):
-        train(model, octavo.optim.AdamW(model.parameters(), states="8bit"), rank, range(1))
+        train_rank(model, octavo.optim.AdamW(model.parameters(), states="8bit"), rank, range(1))
     return True
 
 

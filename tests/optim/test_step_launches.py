@@ -2,6 +2,7 @@
 them that measures."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -12,17 +13,14 @@ from octavo import launch
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.adamw import Moments, adamw
 from tests.support import hopper_memory
+from tests.support.training import layer_of_codes
 
 EXPERTS = 3
 UPDATE, SPLIT = "_adamw_kernel", "_split_kernel"
 BY_AMAX = ("fp8-current", "fp8-delayed")
 
 
-def experts(recipe, keep_columns=False):
-    torch.manual_seed(0)
-    layer = octavo.GroupedLinear(EXPERTS, 48, 160, bias=False, recipe=recipe, dtype=torch.bfloat16)
-    octavo.quantize_weights(layer, trainable=True, keep_columns=keep_columns)
-    return layer
+experts = partial(layer_of_codes, octavo.GroupedLinear, EXPERTS, 48, 160, dtype=torch.bfloat16)
 
 
 def updated(layer, **settings):
@@ -49,7 +47,7 @@ def same_codes(layer, master):
 @pytest.mark.parametrize("keep_columns", [False, True])
 @pytest.mark.parametrize("recipe", [*BY_AMAX, "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_codes_of_experts_are_those_of_the_master_copy(recipe, keep_columns, master):
-    layer = experts(recipe, keep_columns)
+    layer = experts(recipe=recipe, keep_columns=keep_columns)
     optimizer = updated(layer, master=master)
     assert same_codes(layer, optimizer.state[layer.weight]["master"]) == []
 
@@ -70,7 +68,7 @@ def test_parameters_of_single_experts_are_scaled_by_their_own_amax(recipe):
 
 @pytest.mark.parametrize("recipe", BY_AMAX)
 def test_an_expert_that_is_not_finite_leaves_the_others_alone(recipe):
-    layer = experts(recipe)
+    layer = experts(recipe=recipe)
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=1e-2)
     layer.weight.grad = torch.ones(layer.weight.shape, dtype=torch.bfloat16)
     layer.weight.grad[1, 0, 0] = float("nan")
@@ -107,7 +105,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", [*BY_AMAX, "fp8-block"])
 def test_a_step_is_an_update_and_a_cast_of_each_weight(recipe, master, launches):
-    layer = experts(recipe, keep_columns=True)
+    layer = experts(recipe=recipe, keep_columns=True)
     plain = nn.Parameter(torch.ones(8, 48, dtype=torch.bfloat16))
     optimizer = octavo.optim.AdamW([plain, *layer.parameters()], master=master, states="bfloat16")
     for p in (plain, *layer.parameters()):
@@ -123,7 +121,7 @@ def test_a_step_is_an_update_and_a_cast_of_each_weight(recipe, master, launches)
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
 def test_a_step_does_not_wait_for_the_device(recipe, master):
-    layer = experts(recipe).to("cuda")
+    layer = experts(recipe=recipe).to("cuda")
     plain = nn.Parameter(torch.ones(8, 48, dtype=torch.bfloat16, device="cuda"))
     optimizer = octavo.optim.AdamW([plain, *layer.parameters()], master=master)
     for p in (plain, *layer.parameters()):

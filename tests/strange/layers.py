@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import octavo
 from octavo import moe, ops
 from octavo.recipes import SHIPPED
+from tests.hashes.models import ACTIVATIONS
 from tests.support.dispatched_experts import Config, Gated
 from tests.support.recipe_traits import is_stateful, is_stochastic
 from tests.support.titan_experts import GroupedExperts
@@ -308,13 +309,9 @@ LAYERS: tuple[Layer, ...] = (
     Layer("Bias", lambda r, p: ops.Bias(K, **p), recipes=UNQUANTIZED),
     Layer("LayerNorm", lambda r, p: ops.LayerNorm(K, **p), recipes=UNQUANTIZED),
     Layer("RMSNorm", lambda r, p: ops.RMSNorm(K, zero_centered_gamma=True, **p), recipes=UNQUANTIZED),
+    *[alone(getattr(ops, name), inputs=with_scales if name.startswith("Scaled") else rows) for name in ACTIVATIONS],
     *[alone(getattr(ops, name)) for name in (
-        "GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
-        "ClampedSwiGLU", "SiTUGLU", "L2Normalization", "Identity", "MakeExtraOutput", "AllGather", "AllReduce",
-        "ReduceScatter", "SumGradient",
-    )],
-    *[alone(getattr(ops, name), inputs=with_scales) for name in (
-        "ScaledSwiGLU", "ScaledClampedSwiGLU", "ScaledSiTUGLU", "ScaledSReLU",
+        "L2Normalization", "Identity", "MakeExtraOutput", "AllGather", "AllReduce", "ReduceScatter", "SumGradient",
     )],
     alone(ops.ConstantScale, 0.3),
     alone(ops.Dropout, 0.3),

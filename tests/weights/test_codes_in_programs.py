@@ -13,15 +13,13 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.weights import master_values
 from tests.support.linear_oracle import assert_same
+from tests.support.training import layer_of_codes
 
 X = torch.linspace(-1, 1, 8 * 64).view(8, 64)
 
 
-def linear(recipe="fp8-block", dtype=torch.bfloat16, n=48, trainable=True):
-    torch.manual_seed(0)
-    layer = octavo.Linear(64, n, bias=False, recipe=recipe, dtype=dtype)
-    octavo.quantize_weights(layer, trainable=trainable)
-    return layer
+def linear(dtype=torch.bfloat16, n=48, trainable=True):
+    return layer_of_codes(octavo.Linear, 64, n, recipe="fp8-block", dtype=dtype, trainable=trainable)
 
 
 # -- averages and updates by hand --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from tests.support import training
 from tests.support.recipe_traits import QUANTIZED
+from tests.support.training import layer_of_codes
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3),
@@ -32,19 +35,8 @@ OPTIMIZERS = {
 OPTIMIZERS = {name: make for name, make in OPTIMIZERS.items() if hasattr(torch.optim, name.split()[0])}
 
 
-def linear(recipe="fp8-block", dtype=torch.float32, trainable=True):
-    torch.manual_seed(0)
-    layer = octavo.Linear(48, 40, bias=False, recipe=recipe, dtype=dtype)
-    octavo.quantize_weights(layer, trainable=trainable)
-    return layer
-
-
-def train(layer, optimizer, steps=5):
-    for i in range(steps):
-        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(i)).to(layer.weight.dtype)
-        layer(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+linear = partial(layer_of_codes, octavo.Linear, 48, 40, recipe="fp8-block")
+train = partial(training.train, shape=(16, 48))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -54,8 +46,8 @@ def test_other_optimizers_train_what_they_would_train_in_float32(name):
     plain = octavo.Linear(48, 40, bias=False, recipe="fp8-block")
     with torch.no_grad():
         plain.weight.copy_(layer.weight.dequantize())
-    train(layer, OPTIMIZERS[name](layer.parameters()))
-    train(plain, OPTIMIZERS[name](plain.parameters()))
+    train(layer, OPTIMIZERS[name](layer.parameters()), range(5))
+    train(plain, OPTIMIZERS[name](plain.parameters()), range(5))
     want = octavo.recipe("fp8-block").linear().fprop.right.quantize(plain.weight.detach())
     assert torch.equal(layer.weight.row_codes, want.codes.view(torch.uint8))
 
@@ -64,7 +56,7 @@ def test_a_fused_kernel_of_one_dtype_is_refused():
     layer = linear(dtype=torch.bfloat16)
     before = layer.weight.row_codes.clone()
     with pytest.raises(UnsupportedConfig, match="Leave fused out"):
-        train(layer, torch.optim.AdamW(layer.parameters(), fused=True), 1)
+        train(layer, torch.optim.AdamW(layer.parameters(), fused=True), range(1))
     assert torch.equal(layer.weight.row_codes, before)
 
 
@@ -74,7 +66,7 @@ def test_other_optimizers_train_weights_in_bfloat16_too(name):
         pytest.skip("this torch does not have it")
     layer = linear(dtype=torch.bfloat16)
     before = layer.weight.dequantize().detach().float()
-    train(layer, OPTIMIZERS[name](layer.parameters()), 10)
+    train(layer, OPTIMIZERS[name](layer.parameters()), range(10))
     after = layer.weight.dequantize().detach().float()
     assert (before != after).float().mean() > 0.02
 
@@ -93,16 +85,16 @@ def test_a_weight_that_is_frozen_as_codes_refuses_a_step_and_says_how_to_train_i
 def test_a_copy_is_trainable_too(copied):
     layer = copied(linear())
     before = layer.weight.row_codes.clone()
-    train(layer, octavo.optim.AdamW(layer.parameters(), lr=0.1), 1)
+    train(layer, octavo.optim.AdamW(layer.parameters(), lr=0.1), range(1))
     assert not torch.equal(layer.weight.row_codes, before)
 
 
 def test_a_loaded_weight_replaces_the_values_that_another_optimizer_trains():
     layer = linear()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-    train(layer, optimizer, 1)
+    train(layer, optimizer, range(1))
     layer.load_state_dict({"weight": torch.full((40, 48), 0.5)})
-    train(layer, optimizer, 1)
+    train(layer, optimizer, range(1))
     assert torch.equal(layer.weight.dequantize().detach(), torch.full((40, 48), 0.5))
 
 
@@ -197,7 +189,7 @@ def test_the_first_step_takes_the_initial_values_that_were_preserved(recipe):
         layer = octavo.Linear(48, 40, bias=False)
     initial = layer.weight.high_precision_init.clone()
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=0.0)
-    train(layer, optimizer, 1)
+    train(layer, optimizer, range(1))
     assert torch.equal(optimizer.state[layer.weight]["master"], initial)
     assert not hasattr(layer.weight, "high_precision_init")
 
@@ -210,8 +202,8 @@ def test_a_model_quantized_with_its_values_preserved_trains_as_one_that_casts(re
     codes = copy.deepcopy(casts)
     octavo.quantize_weights(codes, trainable=True, preserve_high_precision=True)
     optimizer = octavo.optim.AdamW(codes.parameters(), lr=3e-3)
-    train(codes, optimizer)
-    train(casts, torch.optim.AdamW(casts.parameters(), lr=3e-3, foreach=False))
+    train(codes, optimizer, range(5))
+    train(casts, torch.optim.AdamW(casts.parameters(), lr=3e-3, foreach=False), range(5))
     assert torch.equal(optimizer.state[codes.weight]["master"], casts.weight)
 
 
@@ -239,7 +231,7 @@ def test_weights_that_were_loaded_are_not_replaced_by_the_preserved_initial_valu
     write(layer, values)
     loaded = layer.weight.dequantize().clone()
     optimizer = octavo.optim.AdamW(layer.parameters(), lr=0.0)
-    train(layer, optimizer, 1)
+    train(layer, optimizer, range(1))
     assert torch.equal(optimizer.state[layer.weight]["master"], loaded)
 
 

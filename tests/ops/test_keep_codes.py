@@ -1,17 +1,18 @@
-"""GroupedLinear(keep_weight_codes=False): the same bits with less memory, with and without a cache of the weights."""
+"""Layers with keep_weight_codes=False: the same bits with less memory, with and without a cache of the weights."""
 
 import pytest
 import torch
 
 import octavo
 from octavo.quant.scale_blocks import are_transposed
-from tests.support.experts import assert_steps, batch, every, experts, quantized, step
+from tests.support.experts import LAYERS, assert_steps, batch, change, every, experts, forward, layers, quantized, step
 from tests.support.steps import assert_state, compiled
 
 
 @every
-def test_the_same_bits_without_a_cache(recipe):
-    layer, twin = experts(recipe, keep_weight_codes=False), experts(recipe)
+@pytest.mark.parametrize("layout", [LAYERS["single"], LAYERS["linear"]], ids=["groups", "linear"])
+def test_the_same_bits_without_a_cache(recipe, layout):
+    layer, twin = experts(recipe, keep_weight_codes=False, **layout), experts(recipe, **layout)
     for seed in range(3):
         assert_steps(step(layer, *batch(seed=seed)), step(twin, *batch(seed=seed)), f"step {seed}")
         octavo.step(layer), octavo.step(twin)
@@ -21,10 +22,9 @@ def test_the_same_bits_without_a_cache(recipe):
 @quantized
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("layout", [True, False], ids=["one weight", "a weight for each group"])
-def test_the_same_bits_with_a_cache_which_holds_rows_alone_where_they_can_be_turned(recipe, how, layout):
-    layer = experts(recipe, keep_weight_codes=False, single_grouped_weight=layout)
-    twin = experts(recipe, single_grouped_weight=layout)
+@layers
+def test_the_same_bits_with_a_cache_which_of_groups_holds_rows_alone_where_they_can_be_transposed(recipe, how, layout):
+    layer, twin = experts(recipe, keep_weight_codes=False, **layout), experts(recipe, **layout)
     call = compiled(layer) if how == "compiled" else None
     for seed, first in enumerate((True, False, False)):
         data = batch(seed=seed)
@@ -34,17 +34,18 @@ def test_the_same_bits_with_a_cache_which_holds_rows_alone_where_they_can_be_tur
     down, across = quant.fprop.right.block
     turns = quant.fprop.right == quant.dgrad.right and down == across
     assert are_transposed(quant.fprop.right, quant.dgrad.right) == turns
-    assert (layer._codes.parts(layer, "column") == ()) == turns
+    # a Linear's cache has both orientations
+    assert (layer._codes.parts(layer, "column") == ()) == (turns and not isinstance(layer, octavo.Linear))
     assert layer._codes.parts(layer, "row") != ()
 
 
-def test_a_weight_that_changed_before_backward_is_an_error():
-    layer, (x, dy) = experts("fp8-block", keep_weight_codes=False), batch()
-    y = layer(x.requires_grad_(), torch.tensor([30, 0, 17]))
-    with torch.no_grad():
-        layer.weight.add_(1.0)
+@layers
+def test_a_weight_that_changed_before_backward_is_an_error(layout):
+    layer, (x, dy) = experts("fp8-block", keep_weight_codes=False, **layout), batch()
+    y = forward(layer, x.requires_grad_())
+    change(layer, by=1.0)
     with pytest.raises(RuntimeError):
-        y.backward(dy)
+        y.backward(dy[: len(y)])
 
 
 def test_the_kept_bytes():
