@@ -67,8 +67,8 @@ def page(
         *([section("Findings", *(heat.findings() for heat in heats.values()))] if findings else []),
         _tried(states, advice),
         *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
-        *(timelines(_own(samples, heat), heat) for heat in heats.values()),
-        pictures(worst_of(states, rows), "The worst tensors in their formats"),
+        *(timelines(_own(samples, heat), heat, recipe) for recipe, heat in heats.items()),
+        pictures({"": worst_of(states, rows)}),
         *([_next(list(heats), findings, advice, made.command)] if ran else []),
         folded(
             "All numbers of all tensors",

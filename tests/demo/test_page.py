@@ -61,7 +61,9 @@ def test_curves_stay_inside_of_their_charts():
 
 def test_a_band_is_explained_where_one_is_drawn():
     assert page.BAND in page.render(BOTH)  # the mean of two steps
-    assert page.BAND not in page.render(report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0)))  # of one
+    short = report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0))
+    short["plan"] = {**short["plan"], "steps": 20}
+    assert page.BAND not in page.render(short)  # of one
 
 
 def test_short_times_are_in_milliseconds():
@@ -116,8 +118,8 @@ def test_ticks_cover_their_range_in_round_steps(low, high):
 
 
 def test_smoothing_keeps_the_length_and_a_constant():
-    assert page.smooth([3.0] * 40) == [3.0] * 40
-    assert page.smooth(FALLING)[0] == FALLING[0] and len(page.smooth(FALLING)) == 40
+    assert page.smooth([3.0] * 40, 40) == [3.0] * 40
+    assert page.smooth(FALLING, 40)[0] == FALLING[0] and len(page.smooth(FALLING, 40)) == 40
 
 
 def sampled(step, **tensors):
@@ -140,7 +142,7 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
 
 def test_the_band_of_a_gap_is_two_standard_errors():
     base = [2.0] * 100
-    values, band = page.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
+    values, band = page.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base, 100)
     assert values[-1] == pytest.approx(0.8)  # of the last five steps two are 0.04 above
     assert band[-1] == pytest.approx(100 * 2 * 0.0219 / 5**0.5 / 2, rel=0.02)
     assert math.isnan(band[0]) and len(values) == len(band) == 100
@@ -177,3 +179,9 @@ def test_many_layers_are_folded_after_those_with_findings():
     shown, rest = text.split("22 more layers without a finding")
     assert shown.index('id="run1-29"') < shown.index('id="run1-3"') < shown.index('id="run1-28"')
     assert 'id="run1-0"' in rest and 'id="run1-0"' not in shown
+
+
+def test_an_unfinished_run_is_smoothed_as_far_as_a_whole_one():
+    """Curves of runs that ended at different steps coincide where their losses do."""
+    assert page.smooth(FALLING[:20], 100) == page.smooth(FALLING, 100)[:20]
+    assert page.gaps(FALLING[:20], FALLING, 100)[0] == [0.0] * 20
