@@ -204,7 +204,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
     if target is None or not runs_of(report):
         return []
     output.write(Path(target), page.render(report))
-    return [f"{headline(runs_of(report))}. The page of this report is {target}."]
+    return [f"{headline(runs_of(report), report['plan']['steps'])}. The page of this report is {target}."]
 
 
 def check_compiler(device: torch.device) -> None:

@@ -79,7 +79,7 @@ def render(report: dict[str, Any]) -> str:
         *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
         folded("All settings", table("All settings", (), _settings(plan, report["machine"]), words=True)),
     ]
-    return document(headline(runs), _made(report, runs), parts, reload=RELOAD if running else 0)
+    return document(headline(runs, plan["steps"]), _made(report, runs), parts, reload=RELOAD if running else 0)
 
 
 def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> Markup:

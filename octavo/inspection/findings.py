@@ -19,7 +19,7 @@ NOT_FINITE = {
     "y": "Its values or its weight are too large for the dtype.",
 }
 
-TRY = "report.try_recipes(batches) tries other recipes."
+TRY = "report.try_recipes(batches) tries other recipes, and measures which one helps."
 
 Rows = Mapping[str, TensorRow]  # of one layer, by tensor
 

@@ -318,7 +318,7 @@ class Inspection:
         states, rows = self._results()
         made = Made(self._subject, self._title(), command, running=self._inside and self._html is not None)
         faults = findings(states, rows)
-        said = [fault.without_way() if self._advice else str(fault) for fault in faults]
+        said = [fault.without_way() for fault in faults]
         return page(states, rows, said, self._advice, self._samples, made)
 
     def draw(self, layer: str, tensor: str) -> Picture:

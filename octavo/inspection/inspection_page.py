@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.inspection.advice import Advice, policy_of
+from octavo.inspection.findings import TRY
 from octavo.inspection.heat import HeatMap, Sample, label, scale, spoken
 from octavo.inspection.picture import pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance
@@ -64,7 +65,7 @@ def page(
     parts = [
         *([paragraph(RUNNING)] if made.running else []),
         *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
-        *([section("Findings", *(heat.findings() for heat in heats.values()))] if findings else []),
+        *([_found(heats, bool(advice))] if findings else []),
         _tried(states, advice),
         *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
         *(timelines(_own(samples, heat), heat, recipe) for recipe, heat in heats.items()),
@@ -123,6 +124,11 @@ def _card(recipe: str, heat: HeatMap) -> Card:
     )
     small = f"of {plural(len(heat.layers), 'layer')} with a finding"
     return Card(recipe, str(sick), small, lines, "look" if sick else "ok")
+
+
+def _found(heats: Mapping[str, HeatMap], advised: bool) -> Markup:
+    """Return the findings of all recipes, and how to get advice where there is none yet."""
+    return section("Findings", *(heat.findings() for heat in heats.values()), *([] if advised else [paragraph(TRY)]))
 
 
 def _tried(states: States, advice: Sequence[Advice]) -> Markup:

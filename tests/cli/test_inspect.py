@@ -98,7 +98,7 @@ def test_advice_is_tried_and_written_as_a_policy_that_other_commands_take(capsys
     assert "B  policy  " in capsys.readouterr().out.replace("policy       ", "policy  ")
     assert run("inspect", "outlier", *options, "--no-advice") == 0
     said = capsys.readouterr().out
-    assert "Tried" not in said and "report.try_recipes(batches) tries other recipes." in said
+    assert "Tried" not in said and "report.try_recipes(batches) tries other recipes" in said
 
 
 def test_a_model_is_explained_in_the_recipe_that_is_named(capsys):
