@@ -18,6 +18,7 @@ from pathlib import Path
 from octavo.cli import options, output
 from octavo.cli.target import add_target, loaded
 from octavo.errors import UnsupportedConfig
+from octavo.inspection import page_file
 from octavo.inspection.compare import compare
 from octavo.model.policy import Policy
 from octavo.recipes import recipe
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         runs = batches if arguments.steps is None else list(islice(cycle(batches), arguments.steps))
         found = compare(model, runs, first, second)
     if arguments.html is not None:
-        output.write(Path(arguments.html), found.html(output.command_line(arguments)))
+        page_file.write(Path(arguments.html), found.html(output.command_line(arguments)))
     report: output.Report = {"recipes": found.recipes, "batches": found.batches, "losses": found.losses}
     report |= {"gradients": [row._asdict() for row in found.rows]}
     output.deliver(output.head("compare", arguments) | report, found.text(arguments.top), arguments.json)

@@ -18,6 +18,7 @@ from pathlib import Path
 from octavo.cli import options, output
 from octavo.cli.target import add_target, loaded
 from octavo.errors import UnsupportedConfig
+from octavo.inspection import page_file
 from octavo.inspection.inspect import Inspection, inspect
 from octavo.inspection.steps import give_recipe, gradients_of
 from octavo.model.layer_lookup import layers
@@ -77,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.advice or arguments.write_policy is not None:
             report.try_recipes(batches[:TRIED])
     if arguments.write_policy is not None:
-        output.write(Path(arguments.write_policy), str(report.policy()))
+        page_file.write(Path(arguments.write_policy), str(report.policy()))
     if arguments.html is not None:
-        output.write(Path(arguments.html), report.html(output.command_line(arguments)))
+        page_file.write(Path(arguments.html), report.html(output.command_line(arguments)))
     output.deliver(output.head("inspect", arguments) | as_dict(report), report.text(arguments.top), arguments.json)
     found = report.findings()
     if arguments.fail and found:

@@ -63,6 +63,7 @@ from octavo.demo.training import (
     train,
 )
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
+from octavo.inspection import page_file
 from octavo.kernels.gemm import spec_route
 from octavo.model.conversion import ConversionReport
 from octavo.model.layer_lookup import layers
@@ -203,7 +204,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
     """Write the page of a report that has losses. Returns a sentence that says where it is."""
     if target is None or not runs_of(report):
         return []
-    output.write(Path(target), page.render(report))
+    page_file.write(Path(target), page.render(report))
     return [f"{headline(runs_of(report), report['plan']['steps'])}. The page of this report is {target}."]
 
 
@@ -259,7 +260,7 @@ def _write_live(report: dict[str, Any], run: dict[str, Any], live: str | None) -
     """Write the page with a run that has not ended."""
     if live is not None:
         runs = {"recipes": [*report["recipes"], run]} if "bf16" in report else {"bf16": run, "recipes": []}
-        output.write(Path(live), page.render({**report, **runs, "running": True}))
+        page_file.write(Path(live), page.render({**report, **runs, "running": True}))
 
 
 def tried(plan: Plan, policy: Policy) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The page of an inspection: whether a layer needs a look, its findings, the heat map of each recipe, the pictures of
 the worst tensors, and all numbers to unfold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.inspection.advice import Advice, policy_of
@@ -66,7 +66,7 @@ def page(
         *([paragraph(RUNNING)] if made.running else []),
         *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
         *([_found(heats, bool(advice))] if findings else []),
-        _tried(states, advice),
+        _tried(states, advice, heats.values()),
         *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
         *(timelines(_own(samples, heat), heat, recipe) for recipe, heat in heats.items()),
         pictures({"": worst_of(states, rows)}),
@@ -131,7 +131,7 @@ def _found(heats: Mapping[str, HeatMap], advised: bool) -> Markup:
     return section("Findings", *(heat.findings() for heat in heats.values()), *([] if advised else [paragraph(TRY)]))
 
 
-def _tried(states: States, advice: Sequence[Advice]) -> Markup:
+def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -> Markup:
     """Return what other recipes would do, and the policy of those that helped."""
     if not advice:
         return Markup("")
@@ -144,7 +144,12 @@ def _tried(states: States, advice: Sequence[Advice]) -> Markup:
     if any(one.recipe is not None for one in advice):
         policy = policy_of(advice, {layer: str(state.recipe) for layer, state in states.items()})
         parts.append(folded(f"The policy of those that helped, {POLICY_FILE}", plain_text(str(policy))))
-    return section("Tried on the same batches", bullets([str(one) for one in advice]), *parts)
+    anchors = {layer: heat.anchor(layer) for heat in heats for layer in heat.layers}
+    said = [
+        joined(link(label(one.layer), anchors.get(one.layer, "")), str(one).removeprefix(label(one.layer)))
+        for one in advice
+    ]
+    return section("Tried on the same batches", bullets(said), *parts)
 
 
 def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:

@@ -25,7 +25,7 @@ def write(path: Path, text: str) -> None:
 
 
 def is_device(path: Path) -> bool:
-    """Whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
+    """Return whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
     return path.exists() and (not path.is_file() or path.is_relative_to("/dev"))
 
 

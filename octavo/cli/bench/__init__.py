@@ -20,6 +20,7 @@ from octavo.cli.bench import bench_page
 from octavo.cli.bench.cases import begin
 from octavo.cli.commands import add_commands
 from octavo.errors import UnsupportedHardware
+from octavo.inspection import page_file
 
 # A suite is a file here. Its docstring is its help text. FACTS is what its report states before the first row,
 # `add_arguments(parser)` adds its options, `measure(arguments, report)` fills the report row by row, and
@@ -61,7 +62,7 @@ def _write_page(report: dict[str, Any], arguments: argparse.Namespace) -> list[s
     if arguments.html is None or not (text := suite.render(report)):
         return []
     page = bench_page.render(report, getattr(suite, "COLUMNS", ()), text)
-    output.write(Path(arguments.html), page)
+    page_file.write(Path(arguments.html), page)
     return [f"{bench_page.headline(bench_page.sections_of(report))}. The page of this report is {arguments.html}."]
 
 
