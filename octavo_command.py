@@ -4,12 +4,15 @@ import of any module of a package imports the package first. So this file lies b
 import re
 import runpy
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 
 def main() -> int:
     words = sys.argv[1:]
+    # a sentence of torch's about a package that neither torch nor Octavo needs
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if words and not words[0].startswith("-"):
         from octavo.cli import main as run
 

@@ -1,12 +1,14 @@
 """Text for readers: counts, columns, names of layers that differ in a number, and nothing that a terminal obeys."""
 
 import re
+import textwrap
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
 SHOWN = 5  # the most names that a text lists
+WIDE, NARROW = 80, 24  # characters of a line of a table, and the fewest that a column of sentences needs
 
 
 def printable(text: str) -> str:
@@ -26,8 +28,8 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+def plural(count: int, noun: str, several: str = "") -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {several or noun + 's'}"
 
 
 def path_pattern(path: str) -> str:
@@ -77,13 +79,43 @@ def some(names: Sequence[str], most: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines, each column as wide as its widest cell."""
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Return the rows as lines, each column as wide as its widest cell. Rows that would be wider than WIDE keep to it:
+    the words of a long last cell go on in the next line, and a long first cell has a line of its own."""
+    return _lines(rows, ruled=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table: columns padded to their widest cell, two spaces apart, a rule under the header."""
-    rule = ["-" * max(len(one_line(row[i])) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join(columns([header, rule, *rows]))
+    return "\n".join(_lines([header, *rows], ruled=True))
+
+
+def _lines(rows: Sequence[Sequence[str]], *, ruled: bool) -> list[str]:
+    rows = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    start = sum(widths[:-1]) + 2 * len(widths[:-1])
+    if start + widths[-1] > WIDE and WIDE - start >= NARROW and any(" " in row[-1] for row in rows[1:]):
+        widths[-1] = WIDE - start
+    elif start + widths[-1] > WIDE and len(widths) > 1:
+        widths[0] = max(WIDE - (start + widths[-1] - widths[0]), 0)
+    found = [line for row in rows for line in _wrapped(row, widths)]
+    if ruled:
+        found.insert(len(_wrapped(rows[0], widths)), "  ".join("-" * width for width in widths if width))
+    return found
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return the lines of one row."""
+    first, *_, last = row
+    above: list[str] = []
+    if len(row) > 1 and len(first) > widths[0]:
+        above, row = [first], ["", *row[1:]]
+    ends = textwrap.wrap(last, widths[-1], break_long_words=False, break_on_hyphens=False) if len(row) > 1 else []
+    if len(last) > widths[-1] and ends:
+        row = [*row[:-1], ends[0]]
+    indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
+    below = [indent + text for text in ends[1:]] if len(last) > widths[-1] else []
+    cells = row if widths[0] else row[1:]  # no room beside the other columns
+    line = ("" if widths[0] else "  ") + "  ".join(
+        cell.ljust(width) for cell, width in zip(cells, widths if widths[0] else widths[1:], strict=True)
+    )
+    return [*above, line.rstrip(), *below]

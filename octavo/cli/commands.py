@@ -12,7 +12,7 @@ PLAIN = argparse.RawDescriptionHelpFormatter
 COMMANDS = {
     "doctor": "doctor", "train": "train", "bench": "bench", "explain": "explain_command",
     "inspect": "inspect_command", "compare": "compare_command", "convert": "convert_command",
-    "convert-checkpoint": "convert_checkpoint_command",
+    "convert-checkpoint": "convert_checkpoint_command", "completion": "completion",
 }  # fmt: skip
 DESCRIPTION = (
     "Low-precision training for PyTorch. Check a machine, try a recipe, time it, and see what it does to a model."

@@ -35,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=options.count, default=None, metavar="N",
         help="run N batches, beginning again after the last; default: each batch once",
     )  # fmt: skip
+    parser.add_argument(
+        "--top", type=options.count, default=16, metavar="N",
+        help="list N parameters, those whose errors differ most; default: 16",
+    )  # fmt: skip
     parser.add_argument("--html", default=None, metavar="FILE", help="also write the table with a plot to FILE")
     output.add_json(parser, "the table")
 
@@ -49,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = compare(model, runs, first, second)
     if arguments.html is not None:
         page_file.write(Path(arguments.html), found.html(output.command_line(arguments)))
-    report = {"recipes": found.recipes, "batches": found.batches, "losses": found.losses}
-    output.deliver({**report, "gradients": [row._asdict() for row in found.rows]}, str(found), arguments.json)
+    report: output.Report = {"recipes": found.recipes, "batches": found.batches, "losses": found.losses}
+    report |= {"gradients": [row._asdict() for row in found.rows]}
+    output.deliver(output.head("compare", arguments) | report, found.text(arguments.top), arguments.json)
     return 0

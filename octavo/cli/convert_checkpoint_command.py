@@ -54,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         for bar in bars:
             bar.close()
-    output.deliver(asdict(found), str(found), arguments.json)
+    output.deliver(output.head("convert-checkpoint", arguments) | asdict(found), str(found), arguments.json)
     return 0

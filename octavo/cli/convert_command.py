@@ -38,5 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = recipe(arguments.recipe) if arguments.policy is None else Policy.load(arguments.policy)
     with loaded(arguments.target) as (model, _), warnings.catch_warnings(action="ignore"):  # the report has the notes
         report = convert(model, chosen, strict=False)
-    output.deliver(report.as_dict(), str(report), arguments.json)
+    output.deliver(output.head("convert", arguments) | report.as_dict(), str(report), arguments.json)
     return 0

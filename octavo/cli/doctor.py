@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device = machine.parse_device(arguments.device)
-    report = output.produce(partial(examine, device), render, "-" if arguments.json else None, indent=2)
+    head, target = output.head("doctor", arguments), "-" if arguments.json else None
+    report = output.produce(partial(examine, device), render, target, indent=2, head=head)
     return 1 if report["failed"] else 0
 
 

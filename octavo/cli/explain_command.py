@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         first, *rest = batches
         inputs, named = (first, {}) if isinstance(first, tuple) else ((), first)
         report = explain(model, *inputs, kwargs=named, then=rest, mode=arguments.mode, memory=arguments.memory)
-    output.deliver(report.as_dict(), str(report), arguments.json)
+    output.deliver(output.head("explain", arguments) | report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
         output.say("--fail-on skip: this run used no CUDA graphs, so none could be skipped.")
     failed = failures(report, conditions)

@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list N layers, those with findings and then the worst first; default: 8",
     )  # fmt: skip
     parser.add_argument(
-        "--advise", action="store_true",
-        help="try other recipes for the layers with findings, and print which one helps most",
+        "--no-advice", dest="advice", action="store_false",
+        help="do not try other recipes for layers with findings; default: try them on two batches, and print the best",
     )  # fmt: skip
     parser.add_argument(
         "--write-policy", default=None, metavar="FILE",
-        help="as --advise, and write a policy with the recipes that helped, as TOML: octavo.Policy.load reads it",
+        help="write a policy with the recipes that helped, as TOML: octavo.Policy.load and --policy read it",
     )  # fmt: skip
     parser.add_argument("--html", default=None, metavar="FILE", help="also write the report as a page to FILE")
     parser.add_argument("--fail", action="store_true", help="exit with code 1 if the report has a finding")
@@ -75,13 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
                 gradients_of(model, batches[place % len(batches)])
                 step(model)
                 report.next_step()
-        if arguments.advise or arguments.write_policy is not None:
+        if arguments.advice or arguments.write_policy is not None:
             report.try_recipes(batches[:TRIED])
     if arguments.write_policy is not None:
         page_file.write(Path(arguments.write_policy), str(report.policy()))
     if arguments.html is not None:
         page_file.write(Path(arguments.html), report.html(output.command_line(arguments)))
-    output.deliver(as_dict(report), report.text(arguments.top), arguments.json)
+    output.deliver(output.head("inspect", arguments) | as_dict(report), report.text(arguments.top), arguments.json)
     found = report.findings()
     if arguments.fail and found:
         count = plural(len(found), "finding")

@@ -17,8 +17,10 @@ from typing import Any
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.inspection.page_file import is_device, real, write
 from octavo.text import printable
+from octavo.version import __version__
 
 Report = dict[str, Any]
+SCHEMA = 1  # of JSON reports: it is raised when a field changes its meaning or goes
 
 
 class Interrupted(KeyboardInterrupt):
@@ -38,14 +40,24 @@ def add_json(parser: ArgumentParser, what: str) -> None:
     )
 
 
+def head(kind: str, arguments: Namespace) -> Report:
+    """Return what every JSON report begins with: the number of the schema, which command wrote it, and how."""
+    return {"schema": SCHEMA, "kind": kind, "octavo": __version__, "command": command_line(arguments)}
+
+
 def produce(
-    fill: Callable[[Report], None], render: Callable[[Report], str], target: str | None, *, indent: int = 1
+    fill: Callable[[Report], None],
+    render: Callable[[Report], str],
+    target: str | None,
+    *,
+    indent: int = 1,
+    head: Report | None = None,
 ) -> Report:
-    """Fill a report, write it to `target` (a path, - or None), print it and return it.
+    """Fill a report, which begins with its head, write it to `target` (a path, - or None), print it and return it.
 
     `fill` adds results to the report one by one. After Ctrl-C the results so far are delivered in the same way, marked
     "interrupted", and `Interrupted` is raised. `render` returns "" for a report without results."""
-    report: Report = {}
+    report: Report = dict(head or {})
     try:
         fill(report)
     except KeyboardInterrupt:

@@ -155,11 +155,12 @@ def _page_of(arguments: argparse.Namespace) -> str | None:
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
-    page_at, command = _page_of(arguments), output.command_line(arguments)
+    page_at = _page_of(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
     try:
         live = page_at if plan.every is not None else None
-        report = output.produce(partial(compare, plan, subjects, saved, command, live), render, arguments.json)
+        fill, head = partial(compare, plan, subjects, saved, live), output.head("train", arguments)
+        report = output.produce(fill, render, arguments.json, head=head)
     except output.Interrupted as stop:
         said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
@@ -204,7 +205,7 @@ def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
     if target is None or not runs_of(report):
         return []
     page_file.write(Path(target), page.render(report))
-    return [f"{headline(runs_of(report))}. The page of this report is {target}."]
+    return [f"{headline(runs_of(report), report['plan']['steps'])}. The page of this report is {target}."]
 
 
 def check_compiler(device: torch.device) -> None:
@@ -217,12 +218,11 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compare(
-    plan: Plan, subjects: Sequence[Subject], saved: Saves | None, command: str, live: str | None, report: dict[str, Any]
+    plan: Plan, subjects: Sequence[Subject], saved: Saves | None, live: str | None, report: dict[str, Any]
 ) -> None:
     """Fill the report with all runs, as plain data. An interrupted run has only the losses of its steps. `live` is the
     file of a page that is rewritten after each sample."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
-    report["command"] = command
     report["routes"] = [row for subject in subjects for row in routes(subject, plan.device)]
     for subject in subjects:
         if isinstance(subject.chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run

@@ -11,12 +11,13 @@ from octavo.inspection.webpage import Card, joined, link
 SEED_NOISE = 0.5  # percent: how far another seed moves the gap of a small model after the default's 200 steps
 FEW_STEPS = 200  # below which seeds differ by more
 ABOVE, WITHIN, BELOW, LOST, STOPPED, RUNNING = "above", "within", "below", "diverged", "stopped", "running"
+BEYOND, UNSURE = " by more than seed noise", ", after too few steps to tell from seed noise"
 MEASURED = (ABOVE, WITHIN, BELOW)
 SENTENCES: dict[str, Callable[[str, bool], str]] = {
     LOST: lambda names, many: f"{names} diverged: the loss is not finite",
-    ABOVE: lambda names, many: f"{names} {'end' if many else 'ends'} above bf16 by more than seed noise",
+    ABOVE: lambda names, many: f"{names} {'end' if many else 'ends'} above bf16{BEYOND}",
     WITHIN: lambda names, many: f"{names} {'end' if many else 'ends'} within seed noise of bf16",
-    BELOW: lambda names, many: f"{names} {'end' if many else 'ends'} below bf16 by more than seed noise",
+    BELOW: lambda names, many: f"{names} {'end' if many else 'ends'} below bf16{BEYOND}",
     STOPPED: lambda names, many: f"{names} {'were' if many else 'was'} interrupted",
     RUNNING: lambda names, many: f"{names} still train{'' if many else 's'}",
 }
@@ -43,8 +44,8 @@ def outcome(run: dict[str, Any]) -> str:
     return WITHIN if abs(run["gap_percent"]) <= noise else ABOVE if run["gap_percent"] > 0 else BELOW
 
 
-def headline(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the sentence for all runs, the baseline first."""
+def headline(runs: Sequence[dict[str, Any]], steps: int) -> str:
+    """Return the sentence for all runs, the baseline first. After few steps no gap is beyond what seeds do."""
     base, *others = runs
     if not others:
         if base.get("running"):
@@ -57,7 +58,8 @@ def headline(runs: Sequence[dict[str, Any]]) -> str:
         if found:
             numbers = f" ({', '.join(map(_gap, found))})" if kind in MEASURED else ""
             said.append(sentence(_listed([run["recipe"] for run in found]), len(found) > 1) + numbers)
-    return "; ".join(said)
+    whole = "; ".join(said)
+    return whole if steps >= FEW_STEPS else whole.replace(BEYOND, UNSURE)
 
 
 def caution(steps: int) -> str:

@@ -11,7 +11,7 @@ from octavo.demo.train_text import gap_text, runs_of
 from octavo.inspection.charts import Curve, figure
 from octavo.inspection.heat import HeatMap, Sample, scale
 from octavo.inspection.inspection_page import RELOAD, RUNNING
-from octavo.inspection.picture import from_plain, pictures
+from octavo.inspection.picture import Histogram, pictures
 from octavo.inspection.provenance import provenance
 from octavo.inspection.timeline import timelines
 from octavo.inspection.webpage import (
@@ -49,7 +49,7 @@ def render(report: dict[str, Any]) -> str:
     runs, plan, gpu = runs_of(report), report["plan"], bool(report["machine"]["gpu"])
     base, *others = runs
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
-    losses = [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs]
+    losses = [Curve(run["recipe"], smooth(run["losses"], plan["steps"]), colours[run["recipe"]]) for run in runs]
     heats = {run["recipe"]: _heat(place, run) for place, run in enumerate(runs) if run.get("numerics")}
     ended = [run for run in runs if run["loss"] is not None]
     title = f"Training loss by step, mean over {100 * SMOOTH:.0f} % of the steps"
@@ -61,7 +61,7 @@ def render(report: dict[str, Any]) -> str:
         cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),
         section(
             "Loss",
-            *(_gaps(runs, colours) if others else ()),
+            *(_gaps(runs, colours, plan["steps"]) if others else ()),
             figure(losses, title, "loss, nats per byte"),
             _summary(runs, colours),
         ),
@@ -71,7 +71,7 @@ def render(report: dict[str, Any]) -> str:
             else ()
         ),
         *(_steps(run, heats[run["recipe"]]) for run in runs if plan.get("every") and run["recipe"] in heats),
-        *(_worst(run) for run in runs if run.get("numerics")),
+        pictures(_worst(runs)),
         *(() if running else (_next(others, plan, report.get("policies", {})),)),
         *(_cost(ended, colours, plan) if ended else ()),
         *(part for run in runs if run.get("load") for part in _load(run)),
@@ -79,7 +79,7 @@ def render(report: dict[str, Any]) -> str:
         *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
         folded("All settings", table("All settings", (), _settings(plan, report["machine"]), words=True)),
     ]
-    return document(headline(runs), _made(report, runs), parts, reload=RELOAD if running else 0)
+    return document(headline(runs, plan["steps"]), _made(report, runs), parts, reload=RELOAD if running else 0)
 
 
 def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> Markup:
@@ -133,28 +133,28 @@ def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, st
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> list[Markup]:
+def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str], whole: int) -> list[Markup]:
     """Return the curves of losses above the baseline's, and how to read them."""
     above = []
     for run in runs[1:]:
-        values, band = gaps(run["losses"], runs[0]["losses"])
+        values, band = gaps(run["losses"], runs[0]["losses"], whole)
         above.append(Curve(run["recipe"], values, colours[run["recipe"]], band))
     title = f"Training loss above {runs[0]['recipe']} by step, running means"
     said = [NOISE, *([BAND] if any(curve.with_band() for curve in above) else []), RANKING]
     return [figure(above, title, "above bf16, percent", zero=True), paragraph(" ".join(said), soft=True)]
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and those before it."""
-    return [fmean(values[first:end]) for first, end in _reaches(len(values))]
+def smooth(values: Sequence[float], whole: int) -> list[float]:
+    """Return the mean of each value and those before it, of a run of `whole` steps."""
+    return [fmean(values[first:end]) for first, end in _reaches(len(values), whole)]
 
 
-def gaps(losses: Sequence[float], base: Sequence[float]) -> tuple[list[float], list[float]]:
+def gaps(losses: Sequence[float], base: Sequence[float], whole: int) -> tuple[list[float], list[float]]:
     """Return how far losses are above those of a baseline on the same batches, in percent of its mean, smoothed; and
     two standard errors of that. It is NaN where the baseline is zero."""
     steps = min(len(losses), len(base))
     found, noise = [], []
-    for first, end in _reaches(steps, len(losses)):
+    for first, end in _reaches(steps, whole):
         differences = [mine - theirs for mine, theirs in zip(losses[first:end], base[first:end], strict=True)]
         mean = fmean(base[first:end])
         unit = 100 / mean if mean else math.nan
@@ -164,9 +164,9 @@ def gaps(losses: Sequence[float], base: Sequence[float]) -> tuple[list[float], l
     return found, noise
 
 
-def _reaches(steps: int, whole: int | None = None) -> list[tuple[int, int]]:
+def _reaches(steps: int, whole: int) -> list[tuple[int, int]]:
     """Return the steps that the running mean at each step covers, of a run of `whole` steps."""
-    reach = max(1, round(SMOOTH * (steps if whole is None else whole)))
+    reach = max(1, round(SMOOTH * whole))
     return [(max(0, end - reach), end) for end in range(1, steps + 1)]
 
 
@@ -247,13 +247,13 @@ def _samples(run: dict[str, Any]) -> list[Sample]:
 
 
 def _steps(run: dict[str, Any], heat: HeatMap) -> Markup:
-    return timelines(_samples(run), heat)
+    return timelines(_samples(run), heat, run["recipe"])
 
 
-def _worst(run: dict[str, Any]) -> Markup:
-    """Return the pictures of a run's worst tensors at the last sampled step."""
-    found = [from_plain(one) for one in run["numerics"][-1].get("worst", ())]
-    return pictures(found, f"The worst tensors in {run['recipe']}")
+def _worst(runs: Sequence[dict[str, Any]]) -> dict[str, list[Histogram]]:
+    """Return the worst tensors of each run at its last sampled step."""
+    sampled = [run for run in runs if run.get("numerics")]
+    return {run["recipe"]: [Histogram(**one) for one in run["numerics"][-1].get("worst", ())] for run in sampled}
 
 
 def _heat(place: int, run: dict[str, Any]) -> HeatMap:

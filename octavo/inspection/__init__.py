@@ -18,6 +18,9 @@ What a recipe does:
     advice              other recipes for the layers at fault, tried
     compare             octavo.compare: two recipes side by side
     steps               one forward and backward on a batch
+    debug               octavo.debug: changes of single tensors and GEMMs, for a block
+    changes             what is changed: which layers, GEMM and tensor, and when
+    changed_gemms       a Linear whose GEMMs run by themselves, with what was changed
 
 Pages:
 
@@ -26,6 +29,9 @@ Pages:
     picture             a tensor's magnitudes over what its format can hold
     webpage             how pages are written, for all reports
     charts              curves
+    timeline            numbers of a layer by step
+    raster              a drawing as PNG
+    page_file           a page as a file, replaced whole
     provenance          how a report was made
 
     a call -> inspected_layer -> measure -> statistics -> tensor_rows -> findings -> advice -> inspection_page

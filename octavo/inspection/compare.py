@@ -35,7 +35,7 @@ from octavo.model.policy import Policy
 from octavo.model.step import step
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
-from octavo.text import columns, one_line
+from octavo.text import columns, one_line, plural
 
 ALL = "(all)"  # the row of all parameters together
 ALIKE = 1.1  # two errors whose ratio is less are alike: few batches do not tell them apart
@@ -152,10 +152,7 @@ class Comparison(NamedTuple):
         parts = [
             cards([self._card(place) for place in (0, 1)]),
             section("Gradients", shading(f"{SHADING} {MEANING}"), *maps),
-            *(
-                pictures(worst, f"The worst tensors in {name}")
-                for name, worst in zip(self._names(), self.worst, strict=False)
-            ),
+            pictures(dict(zip(self._names(), self.worst, strict=False))),
         ]
         said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
         target = command.split()[2] if command.startswith("octavo compare ") else "mymodule:example"
@@ -169,8 +166,36 @@ class Comparison(NamedTuple):
         )
         return document(self._headline(), made, [*parts, try_next(said, commands)])
 
+    def text(self, top: int | None = None) -> str:
+        """Return the result as text, with A for the first recipe and B for the second.
+
+        Args:
+            top: how many parameters the table has, those whose errors differ most; None has all.
+
+        Returns:
+            The text; `print(found)` prints it with all parameters.
+
+        Example:
+            >>> found = octavo.compare(octavo.Linear(64, 64), [torch.randn(32, 64)], "mxfp8", "nvfp4")
+            >>> print(found.text(top=1).splitlines()[-1])
+            Left out: 1 parameter, whose errors differ less.
+        """
+        names = [("A", self._names()[0]), ("B", self._names()[1])]
+        losses = [f"mean loss {loss:.5g}" for loss in self.losses]
+        head = [("", "unquantized", losses[0])]
+        head += [(letter, name, loss) for (letter, name), loss in zip(names, losses[1:], strict=True)]
+        rows = self._ordered() if top is None else self._ordered()[: top + 1]
+        cells = [("gradient of", "error A", "error B", "cosine A", "cosine B")]
+        for row in rows:
+            numbers = f"{row.first_error:.2%}", f"{row.second_error:.2%}", f"{row.first:.5f}", f"{row.second:.5f}"
+            cells.append((row.parameter, *numbers))
+        left = len(self.rows) - len(rows)
+        rest = [f"Left out: {plural(left, 'parameter')}, whose errors differ less."] if left else []
+        title = f"Gradients over {plural(self.batches, 'batch', 'batches')}"
+        return "\n".join([title, *columns(head), "", *columns(cells), *rest])
+
     def __str__(self) -> str:
-        return "\n".join([self._title(), "", *columns(self._cells(self._ordered()))])
+        return self.text()
 
     def _ordered(self) -> list[ComparedRow]:
         """Return the whole gradient, then the parameters, those with the largest difference first."""
@@ -203,12 +228,7 @@ class Comparison(NamedTuple):
         return Card(self._names()[place], f"{error:.1%}", "error of the whole gradient", lines)
 
     def _measured(self) -> str:
-        return f"gradients over {self.batches} batch{'' if self.batches == 1 else 'es'}, without an optimizer"
-
-    def _title(self) -> str:
-        names = ("unquantized", *self._names())
-        losses = ", ".join(f"{loss:.5g} {name}" for name, loss in zip(names, self.losses, strict=True))
-        return f"Gradients over {self.batches} batch{'' if self.batches == 1 else 'es'}; mean loss {losses}"
+        return f"gradients over {plural(self.batches, 'batch', 'batches')}, without an optimizer"
 
     def _cells(self, rows: Sequence[ComparedRow]) -> list[tuple[str, ...]]:
         first, second = self._names()

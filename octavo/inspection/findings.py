@@ -19,20 +19,26 @@ NOT_FINITE = {
     "y": "Its values or its weight are too large for the dtype.",
 }
 
-TRY = "report.try_recipes(batches) tries other recipes."
+TRY = "report.try_recipes(batches) tries other recipes, and measures which one helps."
 
 Rows = Mapping[str, TensorRow]  # of one layer, by tensor
 
 
 class Finding(NamedTuple):
-    """A fault of a layer, in words; with the tensor and the number if another recipe may improve that."""
+    """A fault of a layer, in words; with the tensor and the number if another recipe may improve that, and then how to
+    find one."""
 
     layer: str
     text: str
     tensor: str = ""
     number: str = ""
+    way: str = ""
 
     def __str__(self) -> str:
+        return f"{self.without_way()} {self.way}".rstrip()
+
+    def without_way(self) -> str:
+        """Return the sentences for a report that has the advice."""
         return f"{one_line(self.layer) or '(model)'}: {self.text}"
 
 
@@ -61,7 +67,9 @@ def _of_layer(path: str, state: LayerState, rows: Rows, ran: bool, trained: bool
     if _calls(rows, "y"):
         for row in rows.values():
             found += [Finding(path, f"{row.tensor} {text}") for text in _not_finite(row, rows)]
-            found += [Finding(path, f"{row.tensor} {text}", row.tensor, name) for text, name in _of_tensor(state, row)]
+            for text, name in _of_tensor(state, row):
+                tries = bool(name) and not (name == "saturated" and _late(state))
+                found.append(Finding(path, f"{row.tensor} {text}", row.tensor, name, TRY if tries else ""))
     return found
 
 
@@ -115,8 +123,8 @@ def _of_tensor(state: LayerState, row: TensorRow) -> list[tuple[str, str]]:
     limit = COSINE.get(state.bits)
     if limit is not None and row.cosine is not None and row.cosine < limit:
         text = (
-            f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. {TRY} If none helps, "
-            f"leave this GEMM unquantized: {_gemm(row.tensor)}='bf16' in the recipe."
+            f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. If no recipe "
+            f"helps, leave this GEMM unquantized: {_gemm(row.tensor)}='bf16' in the recipe."
         )
         found.append((text, "cosine"))
     return found
@@ -131,11 +139,10 @@ def _of_cast(state: LayerState, row: TensorRow, bits: int) -> list[tuple[str, st
     )
     if row.saturated > SATURATED:
         text = f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
-        way = f" Other scales may hold them: {TRY}"
-        return [(text + ("" if _late(state) else way), "saturated")]
+        return [(text, "saturated")]
     if row.underflow > UNDERFLOW[bits]:
         text = f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale}"
-        return [(f"{text} Other scales may hold them: {TRY}", "underflow")]
+        return [(text, "underflow")]
     if row.sqnr is not None and row.sqnr < SQNR[bits]:
         text = (
             f"has a signal-to-noise ratio of {row.sqnr:.1f} dB, below {SQNR[bits]:.0f}: its codes and scales do not "

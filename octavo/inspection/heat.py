@@ -16,6 +16,7 @@ COLUMNS = (
     ("cosine", ("dx", "dw"), 0.999, 0.95),
 )
 RARE = ("saturated", "nonfinite")  # a column of zeros would only widen the table
+SEEN = 5e-5  # the least share that is not shown as less than a hundredth of a percent
 TITLES = {"sqnr": "SQNR", "nonfinite": "not finite"}
 SHADING = (
     "A cell is unshaded at 2 % underflow, no saturation, 26 dB or a cosine of 0.999, and fully shaded at 30 % "
@@ -57,7 +58,7 @@ class HeatMap:
         for number, tensors, good, bad in COLUMNS:
             for tensor in tensors:
                 found = [value for layer in self.layers for value in self._by_step(layer, tensor, number).values()]
-                if any(found) if number in RARE else found:
+                if any(value >= SEEN for value in found) if number in RARE else found:
                     self._columns.append((f"{TITLES.get(number, number)} {tensor}", number, tensor, good, bad))
         rows = [self._row(place, layer) for place, layer in enumerate(self.layers)]
         self.rows = sorted(rows, key=lambda row: -row.shade)

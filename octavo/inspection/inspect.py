@@ -317,7 +317,9 @@ class Inspection:
         """
         states, rows = self._results()
         made = Made(self._subject, self._title(), command, running=self._inside and self._html is not None)
-        return page(states, rows, self.findings(), self._advice, self._samples, made)
+        faults = findings(states, rows)
+        said = [fault.without_way() for fault in faults]
+        return page(states, rows, said, self._advice, self._samples, made)
 
     def draw(self, layer: str, tensor: str) -> Picture:
         """Return the picture of a tensor in its format: a histogram of its magnitudes over the values that the format
@@ -359,11 +361,12 @@ class Inspection:
             >>> print(report.text(top=1).splitlines()[-1])
             Left out: 1 layer, none of them with a finding.
         """
-        rows, faults = self.rows(), self._faults()
-        said = [f"- {fault}" for fault in faults] or [verdict(rows)]
+        states, rows = self._results()
+        faults = findings(states, rows)
+        said = [f"- {fault.without_way() if self._advice else fault}" for fault in faults] or [verdict(rows)]
         tried = ["", "Tried on the same batches:", *(f"- {one}" for one in self._advice)] if self._advice else []
         shown, rest = (rows, []) if top is None else worst_first(rows, {fault.layer for fault in faults}, top)
-        return "\n".join([self._title(), "", *said, *tried, "", table(shown), *rest])
+        return "\n".join([self._title(), "", *said, *tried, "", table(states, shown), *rest])
 
     def __str__(self) -> str:
         return self.text()

@@ -1,10 +1,11 @@
 """The page of an inspection: whether a layer needs a look, its findings, the heat map of each recipe, the pictures of
 the worst tensors, and all numbers to unfold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.inspection.advice import Advice, policy_of
+from octavo.inspection.findings import TRY
 from octavo.inspection.heat import HeatMap, Sample, label, scale, spoken
 from octavo.inspection.picture import pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance
@@ -64,11 +65,11 @@ def page(
     parts = [
         *([paragraph(RUNNING)] if made.running else []),
         *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
-        *([section("Findings", *(heat.findings() for heat in heats.values()))] if findings else []),
-        _tried(states, advice),
+        *([_found(heats, bool(advice))] if findings else []),
+        _tried(states, advice, heats.values()),
         *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
-        *(timelines(_own(samples, heat), heat) for heat in heats.values()),
-        pictures(worst_of(states, rows), "The worst tensors in their formats"),
+        *(timelines(_own(samples, heat), heat, recipe) for recipe, heat in heats.items()),
+        pictures({"": worst_of(states, rows)}),
         *([_next(list(heats), findings, advice, made.command)] if ran else []),
         folded(
             "All numbers of all tensors",
@@ -125,7 +126,12 @@ def _card(recipe: str, heat: HeatMap) -> Card:
     return Card(recipe, str(sick), small, lines, "look" if sick else "ok")
 
 
-def _tried(states: States, advice: Sequence[Advice]) -> Markup:
+def _found(heats: Mapping[str, HeatMap], advised: bool) -> Markup:
+    """Return the findings of all recipes, and how to get advice where there is none yet."""
+    return section("Findings", *(heat.findings() for heat in heats.values()), *([] if advised else [paragraph(TRY)]))
+
+
+def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -> Markup:
     """Return what other recipes would do, and the policy of those that helped."""
     if not advice:
         return Markup("")
@@ -138,7 +144,12 @@ def _tried(states: States, advice: Sequence[Advice]) -> Markup:
     if any(one.recipe is not None for one in advice):
         policy = policy_of(advice, {layer: str(state.recipe) for layer, state in states.items()})
         parts.append(folded(f"The policy of those that helped, {POLICY_FILE}", plain_text(str(policy))))
-    return section("Tried on the same batches", bullets([str(one) for one in advice]), *parts)
+    anchors = {layer: heat.anchor(layer) for heat in heats for layer in heat.layers}
+    said = [
+        joined(link(label(one.layer), anchors.get(one.layer, "")), str(one).removeprefix(label(one.layer)))
+        for one in advice
+    ]
+    return section("Tried on the same batches", bullets(said), *parts)
 
 
 def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FORMATS, Format
@@ -13,7 +13,7 @@ from octavo.inspection.heat import shade_of
 from octavo.inspection.raster import Box, Colour, Label, png
 from octavo.inspection.statistics import LOWEST
 from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
-from octavo.inspection.webpage import Markup, paragraph, section
+from octavo.inspection.webpage import Markup, heading, paragraph, section
 from octavo.text import path_names
 
 WIDE, HIGH, SIDE, TOP, FLOOR = 480, 200, 30, 26, 136  # of a picture; where its bars stand
@@ -126,19 +126,21 @@ def worst_of(states: Mapping[str, LayerState], rows: Sequence[TensorRow], most: 
     return [_histogram(states, row) for row in cast[:most]]
 
 
-def pictures(histograms: Sequence[Histogram], title: str) -> Markup:
+def pictures(by_recipe: Mapping[str, Sequence[Histogram]]) -> Markup:
     """Return the part of a page with the pictures of tensors; nothing if there are none."""
-    if not histograms:
-        return Markup("")
-    drawn = "".join(
-        f"<figure>{_svg(one, '')}<figcaption>{escape(caption(one))}</figcaption></figure>" for one in histograms
+    drawn = []
+    for recipe, found in by_recipe.items():
+        figures = "".join(
+            f"<figure>{_svg(one, '')}<figcaption>{escape(caption(one))}</figcaption></figure>" for one in found
+        )
+        if figures:
+            drawn += [
+                *([heading(recipe, 3)] if len(by_recipe) > 1 else []),
+                Markup(f'<div class="pictures">{figures}</div>'),
+            ]
+    return (
+        section("The worst tensors in their formats", paragraph(PICTURED, soft=True), *drawn) if drawn else Markup("")
     )
-    return section(title, paragraph(PICTURED, soft=True), Markup(f'<div class="pictures">{drawn}</div>'))
-
-
-def from_plain(found: Mapping[str, Any]) -> Histogram:
-    """Return a histogram from the dict of its fields, as a report in JSON has it."""
-    return Histogram(**found)
 
 
 def drawing(states: Mapping[str, LayerState], rows: Sequence[TensorRow], layer: str, tensor: str) -> Picture:

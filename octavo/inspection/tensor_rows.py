@@ -1,14 +1,14 @@
 """The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from octavo.inspection.heat import shade_of
 from octavo.inspection.statistics import LOWEST
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
-from octavo.text import columns, plural
+from octavo.text import columns, one_line, plural
 
 NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine", "scale")
 HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not finite", "SQNR", "amax", "cosine", "worst")
@@ -107,9 +107,28 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
     )
 
 
-def table(rows: Sequence[TensorRow]) -> str:
-    """Return the rows as aligned text."""
-    return "\n".join(columns([HEADER, *[cells(row) for row in rows]]))
+def table(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> str:
+    """Return the rows as text of 80 columns: a line for each layer, and its tensors under it. What is zero in all rows
+    has no column."""
+    header = ["  tensor", "format", "underflow", "saturated", "SQNR", "amax", "cosine"]
+    rare = "not finite" if any(row.nonfinite for row in rows) else "worst"
+    lines = columns([[*header, rare], *[_short(states[row.layer], row, rare) for row in rows]])
+    found, last = [lines[0]], None
+    for row, line in zip(rows, lines[1:], strict=True):
+        if row.layer != last:
+            state, last = states[row.layer], row.layer
+            found.append(one_line(f"{row.layer or '(model)'}: {state.recipe}, {plural(row.calls, 'call')}"))
+        found.append(line)
+    return "\n".join(found)
+
+
+def _short(state: LayerState, row: TensorRow, rare: str) -> tuple[str, ...]:
+    spec = state.quantizer(row.tensor)
+    last = percent(row.nonfinite) if rare == "not finite" else _cosine(row.worst_cosine)
+    return (
+        f"  {row.tensor}", "-" if spec is None else spec.fmt.name, percent(row.underflow), percent(row.saturated),
+        _noise(row.sqnr), f"{row.amax:.3g}", _cosine(row.cosine), last,
+    )  # fmt: skip
 
 
 def worst_first(rows: Sequence[TensorRow], sick: Collection[str], top: int) -> tuple[list[TensorRow], list[str]]:

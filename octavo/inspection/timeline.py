@@ -37,7 +37,7 @@ MEASURES = (
 )
 
 
-def timelines(samples: Sequence[Sample], heat: HeatMap) -> Markup:
+def timelines(samples: Sequence[Sample], heat: HeatMap, recipe: str) -> Markup:
     """Return the charts of each layer by step, in the order of the heat map; nothing for fewer than two steps."""
     found = [sample for sample in samples if sample.step is not None]
     if len(found) < 2:
@@ -52,7 +52,7 @@ def timelines(samples: Sequence[Sample], heat: HeatMap) -> Markup:
         parts.append(folded(f"{count} more layer{'s' if count > 1 else ''} by step", Markup(rest)))
     if more > 0:
         parts.append(paragraph(f"{more} more layers are not drawn: report.to_dict() has their numbers.", soft=True))
-    return section("By step", *parts)
+    return section(f"By step: {recipe}", *parts)
 
 
 def _layer(samples: Sequence[Sample], layer: str, heat: HeatMap, most: int) -> Markup:
@@ -98,6 +98,7 @@ def _chart(samples: Sequence[Sample], layer: str, measure: Measure) -> str:
     every = [value for line in lines.values() for _, value in line]
     low, high = min(every), max(every)
     low, high = (low, high) if high - low > 1e-9 * max(abs(high), 1e-9) else (low - 1e-3, high + 1e-3)
+    digits = 4 if measure.number == "cosine" else 3
     first, last = samples[0].step or 0, samples[-1].step or 0
 
     def x(step: float) -> float:
@@ -108,7 +109,7 @@ def _chart(samples: Sequence[Sample], layer: str, measure: Measure) -> str:
 
     drawn = [
         f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(v):.0f}" y2="{y(v):.0f}" stroke="var(--line)"/>'
-        f'<text x="{LEFT - 5}" y="{y(v) + 4:.0f}" text-anchor="end">{v:.4g}</text>'
+        f'<text x="{LEFT - 5}" y="{y(v) + 4:.0f}" text-anchor="end">{v:.{digits}g}</text>'
         for v in (low, high)
     ]
     for step, anchor in ((first, "start"), (last, "end")):

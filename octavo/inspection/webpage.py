@@ -59,9 +59,9 @@ tr > :first-child { text-align: left; padding-left: 0; }
 .heat thead th { text-align: center; white-space: normal; font-size: .8rem; vertical-align: bottom; }
 .heat td.shade { --mix: rgb(var(--bad) / calc(var(--shade) * 55%)); print-color-adjust: exact;
   background: linear-gradient(var(--mix), var(--mix)), var(--panel); }
-.heat tr:target > * { outline: 2px solid var(--link); } .heat wbr { display: none; }
+.heat tr:target > * { outline: 2px solid var(--link); } wbr { display: none; }
 .bars table { width: 100%; } .bars th { white-space: normal; } 
-.bars th:nth-child(2) { text-align: left; padding-left: 0; } .bars tbody th { min-width: 9rem; max-width: 22rem; }
+.bars th:nth-child(2) { text-align: left; padding-left: 0; } .bars tbody th { min-width: 11rem; max-width: 22rem; }
 td.bar { width: 34%; min-width: 6rem; padding-left: 0; } .bar i { display: block; height: .9rem; border-radius: 2px;
   background: var(--soft); print-color-adjust: exact; } .bar i.ours { background: var(--first); }
 .scale { display: inline-block; width: 8rem; height: .7rem; border-radius: 4px; margin: 0 .4rem; vertical-align: middle;
@@ -73,7 +73,7 @@ pre.plain { white-space: pre; overflow-wrap: normal; font-size: .8rem; }
 @media (max-width: 40rem) { figure > svg text { font-size: 22px; } header, main { padding: 0 .75rem; }
   header { padding-top: 1.25rem; } dl { grid-template-columns: minmax(0, 1fr); } dd { margin-bottom: .3rem; }
   h1 { font-size: 1.35rem; } .pictures figure > svg text { font-size: 15px; } th, td { padding: .3rem .5rem; }
-  .heat wbr { display: inline; }
+  wbr { display: inline; } .bars tbody th { min-width: 7rem; } td.bar { min-width: 3rem; }
   .heat tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; font-size: .85rem; } }
 @media print { header, main { max-width: none; padding: 0; } .next { border: 1px solid var(--line); }
   .scroll { overflow: visible; } th, td { white-space: normal; }

@@ -7,6 +7,8 @@
     losses                  aux_loss and z_loss
     permutation             sort, permute, unpermute, permute_probs: tokens to the rows of their experts, and back
     token_sort_layer        the sort's functions
+    permuted_codes          rows of a QTensor moved as one value
+    mask_bits               pack_mask and unpack_mask: a mask as bits
     permute_probs_layer     those of the probability of each row
     rank_sort               sort_by_rank: a fixed number of rows for each rank of experts
     chunk_sort              sort_chunks: rows that arrived in chunks

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.bench import bench_page, suite_of
+from octavo.cli.bench import SUITES, bench_page, suite_of
 from tests.support.page_reader import PageReader
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SUITES = ("quantize", "linear", "block", "grouped", "grouped-gemms", "mlp", "moe", "model", "permute", "host")
 FACTS = {"octavo": "0.1.0", "torch": "2.13.0", "triton": None, "gpu": None}
 
 

@@ -61,7 +61,7 @@ def run(command, function, *arguments):
 def test_a_plain_model_is_inspected_in_the_recipe_that_is_named(capsys, tmp_path):
     assert run("inspect", "plain", "--recipe", "nvfp4", "--steps", "3", "--html", "r.html", "--json", "r.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 layers, 3 steps counted\n") and "\n\nNothing stands out.\n\nlayer " in said
+    assert said.startswith("2 layers, 3 steps counted\n") and "\n\nNothing stands out.\n\n  tensor  format" in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["findings"] == []
     assert {(t["layer"], t["tensor"], t["calls"]) for t in report["tensors"]} >= {("0", "x", 3), ("2", "dx", 3)}
@@ -85,7 +85,8 @@ def test_advice_is_tried_and_written_as_a_policy_that_other_commands_take(capsys
     options = ["--recipe", "fp8-current", "--steps", "2", "--top", "1"]
     assert run("inspect", "outlier", *options, "--write-policy", "p.toml", "--html", "r.html") == 0
     said = capsys.readouterr().out
-    assert said.index("2: w underflows: ") < said.index("Tried on the same batches:") < said.index("layer  tensor")
+    assert said.index("2: w underflows: ") < said.index("Tried on the same batches:") < said.index("  tensor  format")
+    assert "report.try_recipes" not in said, "the advice is there"
     assert "instead of" in said and said.rstrip().endswith("Left out: 1 layer, none of them with a finding.")
     assert "octavo inspect subject_of_inspect:outlier --policy policy.toml" in (tmp_path / "r.html").read_text()
     policy = octavo.Policy.load("p.toml")
@@ -94,7 +95,10 @@ def test_advice_is_tried_and_written_as_a_policy_that_other_commands_take(capsys
     assert run("inspect", "outlier", "--policy", "p.toml") == 0
     assert "Nothing stands out." in capsys.readouterr().out
     assert run("compare", "outlier", "fp8-current", "--policy", "p.toml") == 0
-    assert "error policy" in capsys.readouterr().out
+    assert "B  policy  " in capsys.readouterr().out.replace("policy       ", "policy  ")
+    assert run("inspect", "outlier", *options, "--no-advice") == 0
+    said = capsys.readouterr().out
+    assert "Tried" not in said and "report.try_recipes(batches) tries other recipes" in said
 
 
 def test_a_model_is_explained_in_the_recipe_that_is_named(capsys):
@@ -105,7 +109,7 @@ def test_a_model_is_explained_in_the_recipe_that_is_named(capsys):
 def test_two_recipes_are_compared(capsys, tmp_path):
     assert run("compare", "plain", "mxfp8", "nvfp4", "--steps", "3", "--html", "c.html", "--json", "c.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith("Gradients over 3 batches; mean loss ") and "error nvfp4" in said
+    assert said.startswith("Gradients over 3 batches\n") and "B  nvfp4        mean loss " in said
     report = json.loads((tmp_path / "c.json").read_text())
     assert report["recipes"] == ["mxfp8", "nvfp4"] and report["gradients"][0]["parameter"] == "(all)"
     assert "octavo compare subject_of_inspect:plain mxfp8 nvfp4" in (tmp_path / "c.html").read_text()

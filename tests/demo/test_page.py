@@ -47,7 +47,7 @@ def test_a_page_is_whole_and_loads_nothing():
         "+1.00 ± 0.04 %",
         "<dt>Measured</dt><dd>40 steps of 8 × 128 bytes, seed 0</dd><dt>Device</dt><dd>a CPU</dd>",
         "<dt>Versions</dt><dd>octavo 0.1.0, torch 2.13.0</dd>",
-        "<h1>fp8-block ends above bf16 by more than seed noise (+1.00 %)</h1>",
+        "<h1>fp8-block ends above bf16, after too few steps to tell from seed noise (+1.00 %)</h1>",
         "octavo train --model gpt --size 128 --steps 40 --batch 8 --recipe &quot;fp8-block(wgrad=",
     ):
         assert said in text
@@ -61,7 +61,9 @@ def test_curves_stay_inside_of_their_charts():
 
 def test_a_band_is_explained_where_one_is_drawn():
     assert page.BAND in page.render(BOTH)  # the mean of two steps
-    assert page.BAND not in page.render(report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0)))  # of one
+    short = report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0))
+    short["plan"] = {**short["plan"], "steps": 20}
+    assert page.BAND not in page.render(short)  # of one
 
 
 def test_short_times_are_in_milliseconds():
@@ -116,8 +118,8 @@ def test_ticks_cover_their_range_in_round_steps(low, high):
 
 
 def test_smoothing_keeps_the_length_and_a_constant():
-    assert page.smooth([3.0] * 40) == [3.0] * 40
-    assert page.smooth(FALLING)[0] == FALLING[0] and len(page.smooth(FALLING)) == 40
+    assert page.smooth([3.0] * 40, 40) == [3.0] * 40
+    assert page.smooth(FALLING, 40)[0] == FALLING[0] and len(page.smooth(FALLING, 40)) == 40
 
 
 def sampled(step, **tensors):
@@ -140,7 +142,7 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
 
 def test_the_band_of_a_gap_is_two_standard_errors():
     base = [2.0] * 100
-    values, band = page.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
+    values, band = page.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base, 100)
     assert values[-1] == pytest.approx(0.8)  # of the last five steps two are 0.04 above
     assert band[-1] == pytest.approx(100 * 2 * 0.0219 / 5**0.5 / 2, rel=0.02)
     assert math.isnan(band[0]) and len(values) == len(band) == 100
@@ -159,7 +161,9 @@ def test_time_memory_and_rules_are_shown():
 def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
     def said(*gaps):
         runs = [run(f"r{n}", FALLING, gap_percent=gap, gap_noise_percent=0.1) for n, gap in enumerate(gaps)]
-        return PageReader(text := page.render(report(BASE, *runs))) and text.split("<h1>")[1].split("</h1>")[0]
+        found = report(BASE, *runs)
+        found["plan"] = {**found["plan"], "steps": 200}
+        return PageReader(page.render(found)).headings[0]
 
     assert said(0.0, 0.34) == "r0 and r1 end within seed noise of bf16 (+0.00 %, +0.34 %)"
     assert said(-0.2, 3.0) == (
@@ -177,3 +181,9 @@ def test_many_layers_are_folded_after_those_with_findings():
     shown, rest = text.split("22 more layers without a finding")
     assert shown.index('id="run1-29"') < shown.index('id="run1-3"') < shown.index('id="run1-28"')
     assert 'id="run1-0"' in rest and 'id="run1-0"' not in shown
+
+
+def test_an_unfinished_run_is_smoothed_as_far_as_a_whole_one():
+    """Curves of runs that ended at different steps coincide where their losses do."""
+    assert page.smooth(FALLING[:20], 100) == page.smooth(FALLING, 100)[:20]
+    assert page.gaps(FALLING[:20], FALLING, 100)[0] == [0.0] * 20

@@ -125,8 +125,8 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
     assert numbers["0.weight/mxfp8/cosine"] == numbers["0.weight/mxfp8 (2)/cosine"] > 0.9
     assert all(math.isfinite(value) for value in numbers.values())
     lines = str(found).splitlines()
-    assert lines[0].startswith("Gradients over 2 batches; mean loss ")
-    assert lines[3].startswith("(all)") and len(lines) == 3 + len(found.rows)
+    assert lines[0] == "Gradients over 2 batches" and lines[3].startswith("B  mxfp8 (2)    mean loss ")
+    assert lines[6].startswith("(all)") and len(lines) == 6 + len(found.rows)
     found.save_html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert text.count('<th scope="row">') == len(found.rows) and "http" not in text
@@ -147,7 +147,7 @@ def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
 def test_the_page_has_the_order_of_the_text_and_answers():
     found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
     text, whole = found.html("octavo compare mine:model mxfp8 nvfp4"), found.rows[0]
-    listed = [line.split()[0] for line in str(found).splitlines()[3:]]
+    listed = [line.split()[0] for line in str(found).splitlines()[6:]]
     assert sorted(listed, key=lambda name: text.index(f'<th scope="row">{name.replace(".", ".<wbr>")}</th>')) == listed
     said = f"error {whole.first_error:.1%}, against {whole.second_error:.1%} in nvfp4"
     assert f"<h1>Gradients of mxfp8 are nearer to unquantized ones: {said}</h1>" in text

@@ -361,7 +361,8 @@ def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):
     assert inside == report.to_dict()
     assert inside["2/dx/cosine"] > 0.9 and inside["0/x/underflow"] > 0
     assert all(type(value) is float and math.isfinite(value) for value in inside.values())
-    assert str(report).splitlines()[4].split()[:4] == ["layer", "tensor", "cast", "calls"]
+    assert str(report).splitlines()[4].split()[:4] == ["tensor", "format", "underflow", "saturated"]
+    assert "0: nvfp4, 1 call" in str(report).splitlines()
     report.save_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert text.count("<svg") == 4 and "http" not in text and len(text) < 10**6  # the worst tensors

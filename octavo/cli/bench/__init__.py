@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
     try:
-        report = output.produce(partial(measure, arguments), suite_of(arguments.suite).render, arguments.json)
+        fill, render = partial(measure, arguments), suite_of(arguments.suite).render
+        report = output.produce(fill, render, arguments.json, head=output.head("bench", arguments))
     except output.Interrupted as stop:
         raise output.Interrupted(" ".join([str(stop), *_write_page(stop.report, arguments)]), stop.report) from None
     for sentence in _write_page(report, arguments):
@@ -69,7 +70,6 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Fill the report of the suite that was asked for."""
     suite = suite_of(arguments.suite)
     begin(report, arguments.suite, arguments, suite.FACTS)
-    report["command"] = output.command_line(arguments)
     suite.measure(arguments, report)
 
 

@@ -26,6 +26,12 @@ from octavo.text import plural
 NAMES = sorted((name for name in SHIPPED if name != "bf16"), key=len, reverse=True)
 RECIPE = re.compile(rf"\b(?:{'|'.join(NAMES)})(?![\w-])(?:\([^)]*\))?")
 READ = "Shorter bars are faster. The first case is what the others are compared with. A case that failed has no bar."
+GROUPED = ("experts", "tokens", "in", "out")
+SHAPES = {  # what the numbers of a shape are, by suite
+    "linear": ("tokens", "in", "out"), "grouped": GROUPED, "grouped-gemms": GROUPED,
+    "moe": ("tokens", "experts", "top_k", "hidden", "feed-forward"),
+    "permute": ("tokens", "experts", "assignments", "hidden"),
+}  # fmt: skip
 MEMORY = ("peak_mib", "kept_mib", "saved_mib")
 
 
@@ -70,7 +76,9 @@ def sections_of(report: Row) -> list[Section]:
     """Return the cases of a report by shape, whichever suite wrote it."""
     found = [Section("", "ms", report["results"])] if report.get("results") else []
     for entry in report.get("shapes", ()):
-        found.append(Section(" × ".join(map(str, entry["shape"])), "ms", entry["results"]))
+        names = SHAPES.get(report["suite"], ("",) * len(entry["shape"]))
+        title = ", ".join(f"{n} {name}".strip() for n, name in zip(entry["shape"], names, strict=True))
+        found.append(Section(title, "ms", entry["results"]))
     for subject, modes in report.get("subjects", {}).items():
         rows = [{"case": case, **_medians(own)} for case, own in modes.items()]
         found.append(Section(subject, "us", rows))
@@ -94,11 +102,11 @@ def render(report: Row, columns: Columns, text: str) -> str:
     ]
     peers = ", ".join(f"{name} {version}" for name, version in (report.get("peers") or {}).items() if version)
     triton = f", triton {facts['triton']}" if facts.get("triton") else ""
+    cases = plural(sum(len(one.rows) for one in found), "case")
+    measured = f"the suite {report['suite']}: {cases}, {report.get('dtype', 'bfloat16')}"
     made = provenance(
-        model=f"octavo bench {report['suite']}",
         recipes=", ".join(recipes),
-        measured=f"{plural(sum(len(one.rows) for one in found), 'case')}, {report.get('dtype', 'bfloat16')}"
-        + (". Interrupted." if report.get("interrupted") else ""),
+        measured=measured + (". Interrupted." if report.get("interrupted") else ""),
         device=facts["gpu"] or "a CPU",
         made_with=f"octavo {facts['octavo']}, torch {facts['torch']}{triton}" + (f", {peers}" if peers else ""),
         command=report.get("command", ""),

@@ -70,7 +70,7 @@ FACTS = {"bias": False, "method": cases.MEDIAN}
 COLUMNS = (
     ("ms", "ms", ".3f"), ("tokens/s", "tokens_per_s", ".0f"), ("of bf16", "of_bf16", ".2f"),
     ("of floor", "of_floor", ".2f"), ("held MiB", "held_mib", ".0f"), ("kept MiB", "kept_mib", ".0f"),
-    ("weights MiB", "codes_mib", ".0f"), ("peak MiB", "peak_mib", ".0f"),
+    ("codes MiB", "codes_mib", ".0f"), ("peak MiB", "peak_mib", ".0f"),
 )  # fmt: skip
 
 BRIEF: dict[str, Any] = cases.MEDIAN | {"warmup": 3, "repeats": 15}
