@@ -207,7 +207,7 @@ def _change_of(entry: Any, name: str) -> Change:
             raise UnknownSetting(f"A change {entry['kind']!r} in {name} has no {key!r}.{takes}")
     if "gemm" not in given:
         raise UnsupportedConfig(f"A change {entry['kind']!r} in {name} names its gemm: {', '.join(GEMMS)}.")
-    return kind(**given)
+    return kind(**given)  # type: ignore[arg-type]
 
 
 def _imported(name: str) -> Any:

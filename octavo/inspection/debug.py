@@ -126,9 +126,9 @@ class Debugging:
     def _check(self, found: list[tuple[str, Quantized, list[Change]]]) -> None:
         """Raise for a change that no layer can have."""
         for change in self._changes:
-            own = [(path, layer) for path, layer, changes in found if change in changes]
-            if not any([isinstance(layer, Linear) for _, layer in own]):
-                others = f" {own[0][0]} is a {own[0][1].TITLE}, whose groups run in one call." if own else ""
+            named = [(path, layer) for path, layer, changes in found if change in changes]
+            if not any([isinstance(layer, Linear) for _, layer in named]):
+                others = f" {named[0][0]} is a {named[0][1].TITLE}, whose groups run in one call." if named else ""
                 names = ", ".join([path for path, layer, _ in found if isinstance(layer, Linear)][:5]) or "none"
                 raise UnsupportedConfig(
                     f"{change} names no octavo.Linear of this model.{others} Its Linears begin with: {names}."

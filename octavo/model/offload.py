@@ -145,12 +145,14 @@ class Offload:
         if device.type != "cuda":
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
 
 class _Block:
     """One forward: what it saved, in order, so that backward finds the tensors before on their way back."""
+
+    knows_buffers = True  # that a graph's backward writes to: those of the model are in `own`
 
     def __init__(self, offload: Offload, own: set[int]) -> None:
         self.offload, self.own = offload, own
@@ -175,7 +177,7 @@ class _Block:
             tensor._version,
         )
         known = self.known.get(key)
-        if known is not None and not known[0].expired() and (saved := known[1]()) is not None:
+        if known is not None and not known[0].expired() and (saved := known[1]()) is not None:  # type: ignore[no-untyped-call]
             return saved
         offload.saved_bytes += nbytes
         if offload.moved_bytes + nbytes > offload._share * offload.saved_bytes:
@@ -184,7 +186,7 @@ class _Block:
         saved = Saved(tensor, offload._memory, offload._stream(tensor.device))
         self.places[id(saved)] = len(self.order)
         self.order.append(weakref.ref(saved))
-        self.known[key] = StorageWeakRef(storage), weakref.ref(saved)
+        self.known[key] = StorageWeakRef(storage), weakref.ref(saved)  # type: ignore[no-untyped-call]
         return saved
 
     def unpack(self, packed: Any) -> Tensor:
@@ -246,7 +248,8 @@ def _tensors_of(model: nn.Module) -> Iterable[Tensor]:
     for module in model.modules():
         hidden = module.__dict__.get("_hidden")
         tables = [module._parameters, module._buffers, {} if hidden is None else hidden._buffers]
-        for tensor in [t for table in tables for t in table.values() if t is not None]:
+        own = [t for table in tables for t in table.values() if t is not None]
+        for tensor in [*own, *[t.main_grad for t in own if isinstance(getattr(t, "main_grad", None), Tensor)]]:
             if hasattr(tensor, "__tensor_flatten__"):  # codes, and parts of a sharded one
                 yield from [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             else:

@@ -181,20 +181,20 @@ def permute(
         permutation = sort(routing, num_experts, top_k=top_k, capacity=capacity, align=align)
     if isinstance(x, QTensor):
         return moved_rows(x, lambda t: permute(t, permutation, tail=tail)[0]), permutation  # type: ignore[return-value]
-    x = arrived(x)
-    if getattr(x, "dtype", None) in CODES:
-        check_layout("permute", x)
-        if x.requires_grad:
-            raise UnsupportedDtype(f"Codes carry no gradient, and this x, {x.dtype}, requires one. Detach it.")
+    values: Tensor = arrived(x)
+    if getattr(values, "dtype", None) in CODES:
+        check_layout("permute", values)
+        if values.requires_grad:
+            raise UnsupportedDtype(f"Codes carry no gradient, and this x, {values.dtype}, requires one. Detach it.")
     else:
-        check_input("permute", x)
-    _check_tokens("permute, as x,", x, permutation, x.shape[-1] if x.dim() else 0)
-    needs = torch.is_grad_enabled() and x.requires_grad
+        check_input("permute", values)
+    _check_tokens("permute, as x,", values, permutation, values.shape[-1] if values.dim() else 0)
+    needs = torch.is_grad_enabled() and values.requires_grad
     key = f"permute(tail='{tail}',wants_dx={needs})"
     stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), needs)
+    rows: Any = _call(stage, values)[0]
     # codes leave a graph's node as bytes
-    rows = _call(stage, x)[0]
-    return rows if rows.dtype == x.dtype else rows.view(x.dtype), permutation
+    return rows if rows.dtype == values.dtype else rows.view(values.dtype), permutation
 
 
 def unpermute(
@@ -229,22 +229,22 @@ def unpermute(
         tensor([0.7500, 1.0000])
     """
     check_choice(tail, TAILS, what="tail")
-    rows = arrived(rows.dequantize() if isinstance(rows, QTensor) else rows)
-    check_input("unpermute", rows)
+    values: Tensor = arrived(rows.dequantize() if isinstance(rows, QTensor) else rows)
+    check_input("unpermute", values)
     check_permutation("unpermute", permutation)
     positions, assignments = permutation.positions, permutation.assignments
-    if rows.dim() != 2 or rows.shape[0] != assignments.shape[0]:
+    if values.dim() != 2 or values.shape[0] != assignments.shape[0]:
         raise UnsupportedShape(
-            f"unpermute takes the {assignments.shape[0]} rows of the permutation, [rows, D], got {tuple(rows.shape)}. "
-            "Pass the rows that were made from what permute returned, with its tail."
+            f"unpermute takes the {assignments.shape[0]} rows of the permutation, [rows, D], got "
+            f"{tuple(values.shape)}. Pass the rows that were made from what permute returned, with its tail."
         )
-    _check_device("the rows", rows, permutation)
+    _check_device("the rows", values, permutation)
     experts = None
     if probs is not None:
         probs, experts = _checked_probs("unpermute", probs, permutation), permutation.experts
-    dx, dprobs = wanted_gradients(rows.requires_grad, probs)
+    dx, dprobs = wanted_gradients(values.requires_grad, probs)
     key = f"unpermute(tail='{tail}',wants_dx={dx},wants_dprobs={dprobs})"
-    return _call(Stage("unpermute", key, (positions, assignments, probs, experts), (), dx or dprobs), rows)[0]
+    return _call(Stage("unpermute", key, (positions, assignments, probs, experts), (), dx or dprobs), values)[0]
 
 
 def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
