@@ -200,17 +200,14 @@ def _change_of(entry: Any, name: str) -> Change:
         raise UnsupportedConfig(f"A change in {name} has a kind, {', '.join(KINDS)}; got {entry!r}.")
     kind = KINDS[entry["kind"]]
     known = [field.name for field in fields(kind)]
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "kind"
-    }
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key != "kind"}
     for key in given:
         if key not in known:
             takes = f"{nearest(key, known)} It takes {', '.join(known)}."
             raise UnknownSetting(f"A change {entry['kind']!r} in {name} has no {key!r}.{takes}")
     if "gemm" not in given:
         raise UnsupportedConfig(f"A change {entry['kind']!r} in {name} names its gemm: {', '.join(GEMMS)}.")
-    made: Change = kind(**given)
-    return made
+    return kind(**given)  # type: ignore[arg-type]
 
 
 def _imported(name: str) -> Any:

@@ -152,6 +152,8 @@ class Offload:
 class _Block:
     """One forward: what it saved, in order, so that backward finds the tensors before on their way back."""
 
+    knows_buffers = True  # that a graph's backward writes to: those of the model are in `own`
+
     def __init__(self, offload: Offload, own: set[int]) -> None:
         self.offload, self.own = offload, own
         self.order: list[weakref.ref[Saved]] = []
@@ -246,7 +248,8 @@ def _tensors_of(model: nn.Module) -> Iterable[Tensor]:
     for module in model.modules():
         hidden = module.__dict__.get("_hidden")
         tables = [module._parameters, module._buffers, {} if hidden is None else hidden._buffers]
-        for tensor in [t for table in tables for t in table.values() if t is not None]:
+        own = [t for table in tables for t in table.values() if t is not None]
+        for tensor in [*own, *[t.main_grad for t in own if isinstance(getattr(t, "main_grad", None), Tensor)]]:
             if hasattr(tensor, "__tensor_flatten__"):  # codes, and parts of a sharded one
                 yield from [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             else:

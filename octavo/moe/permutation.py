@@ -181,20 +181,20 @@ def permute(
         permutation = sort(routing, num_experts, top_k=top_k, capacity=capacity, align=align)
     if isinstance(x, QTensor):
         return moved_rows(x, lambda t: permute(t, permutation, tail=tail)[0]), permutation  # type: ignore[return-value]
-    tokens: Tensor = arrived(x)
-    if getattr(tokens, "dtype", None) in CODES:
-        check_layout("permute", tokens)
-        if tokens.requires_grad:
-            raise UnsupportedDtype(f"Codes carry no gradient, and this x, {tokens.dtype}, requires one. Detach it.")
+    values: Tensor = arrived(x)
+    if getattr(values, "dtype", None) in CODES:
+        check_layout("permute", values)
+        if values.requires_grad:
+            raise UnsupportedDtype(f"Codes carry no gradient, and this x, {values.dtype}, requires one. Detach it.")
     else:
-        check_input("permute", tokens)
-    _check_tokens("permute, as x,", tokens, permutation, tokens.shape[-1] if tokens.dim() else 0)
-    needs = torch.is_grad_enabled() and tokens.requires_grad
+        check_input("permute", values)
+    _check_tokens("permute, as x,", values, permutation, values.shape[-1] if values.dim() else 0)
+    needs = torch.is_grad_enabled() and values.requires_grad
     key = f"permute(tail='{tail}',wants_dx={needs})"
     stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), needs)
+    rows: Any = _call(stage, values)[0]
     # codes leave a graph's node as bytes
-    rows = _call(stage, tokens)[0]
-    return rows if rows.dtype == tokens.dtype else rows.view(tokens.dtype), permutation  # type: ignore[return-value]
+    return rows if rows.dtype == values.dtype else rows.view(values.dtype), permutation
 
 
 def unpermute(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo._torch.autograd import replace_saved_tensors_hooks, saved_tensors_hooks
+from octavo._torch.cuda import is_capturing
+from octavo.errors import UnsupportedConfig
 
 
 class InPlace(NamedTuple):
@@ -40,6 +42,14 @@ def leave_in_place(buffers: Sequence[Tensor]) -> None:
     """Have the hooks of the block around this call leave these buffers where they are."""
     pack, unpack = saved_tensors_hooks(True)
     hooks = getattr(pack, "__self__", None)
+    if getattr(hooks, "knows_buffers", False):  # those of octavo.offload, which serve replays too
+        return
+    if is_capturing():
+        raise UnsupportedConfig(
+            "saved_tensors_hooks (save_on_cpu) cannot be used around a CUDA graph with state that backward writes: "
+            "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out. A replay would write to copies. Leave the "
+            'hooks out, compile without mode="reduce-overhead", or use octavo.offload.'
+        )
     if not isinstance(hooks, Hooks):
         hooks = Hooks(pack, unpack)
         replace_saved_tensors_hooks(hooks.pack, hooks.unpack)

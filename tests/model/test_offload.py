@@ -51,6 +51,19 @@ def test_all_results_have_the_bits_without_it(recipe, mode):
     assert_state(model, twin)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_gradient_buffer_stays_and_is_written_to(mode):
+    layer, twin = (octavo.Linear(64, 48, recipe="fp8-delayed", fuse_wgrad_accumulation=True) for _ in range(2))
+    twin.load_state_dict(layer.state_dict())
+    for each in (layer, twin):
+        each.weight.main_grad = torch.zeros(48, 64)
+    call = inside(octavo.offload(layer, least=1), compiled(layer) if mode == "compiled" else layer)
+    for i in range(2):
+        x, dy = batch(i)[0], spiky(16, 48, seed=i + 9)
+        assert_equal(step(layer, x, dy, call=call), step(twin, x, dy))
+    assert_same(layer.weight.main_grad, twin.weight.main_grad)
+
+
 def test_codes_take_a_byte_a_value():
     moved = {}
     for recipe in ("fp8-block", "bf16"):
