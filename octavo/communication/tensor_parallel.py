@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.tracing import while_tracing
-from octavo.communication import collectives
+from octavo.communication import collectives, shared_rows
 from octavo.communication.all_reduced_amaxes import WHOLE, scales_whole
 from octavo.communication.amax_reduction import largest_of
 from octavo.communication.groups import name_of, rank_of, size_of
+from octavo.communication.shared_rows import SharedRows
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.quant.qtensor import Parts, QTensor
 from octavo.quant.quantizer import Quantizer
@@ -230,21 +232,44 @@ def summed_gradient(x: Any, group: str, where: str) -> Any:
 
 
 def gathered(
-    layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: bool, as_nodes: bool
-) -> tuple[Any, Parts, Any]:
-    """Return the rows of all ranks, values or codes; their codes by column; and a context for the call with them."""
+    layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, source: Any, trains: bool, as_nodes: bool
+) -> SharedRows:
+    """Return the rows of all ranks, values or codes, as siblings of the layer share them. `source` is x as the program
+    passed it."""
+    collectives.check_rows(x.shape, layer._name_for_collectives())
+    if torch.compiler.is_compiling():
+        return _gather(layer, parallel, recipe, x, trains, as_nodes)
+    scaling, delayed = layer._scaling, recipe.stateful
+    measures, observes = delayed and "x" in scaling.uncalibrated, _observes(layer, recipe)
+    key = (
+        parallel.group, parallel.gather_again, recipe.key, x.dtype, trains, measures, observes, as_nodes,
+        x.requires_grad and torch.is_grad_enabled(),
+    )  # fmt: skip
+    found = shared_rows.find(layer, source, key)
+    if found is None:
+        return shared_rows.share(layer, source, key, _gather(layer, parallel, recipe, x, trains, as_nodes))
+    if measures:
+        scaling.measures(True, False, False)
+    if found.amax is not None:
+        _raise(scaling.of_call(layer, measures, True)[1][0], found.amax)
+    if found.own is not None:
+        layer._rows_to_gather(x.detach(), found.own)
+    return found
+
+
+def _gather(layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: bool, as_nodes: bool) -> SharedRows:
+    """Return the rows of all ranks, and a context for the call with them."""
     size, where = parallel.size(), layer._name_for_collectives()
-    collectives.check_rows(x.shape, where)
     rows = math.prod(x.shape[:-1])
     ranks = size, parallel.group, where
     again = parallel.gather_again and not as_nodes and trains
     if why_values(recipe, trains, rows):
         values = collectives.all_gather(x, *ranks)
         if not again or recipe.linear().wgrad.mode != "high_precision":  # the layer saves no values
-            return values, (), nullcontext()
-        return values, (), GatherAgain(_values_again(x.detach(), values, *ranks))
+            return SharedRows(values)
+        return SharedRows(values, again=GatherAgain(_values_again(x.detach(), values, *ranks)))
     has_columns = gather_plan(recipe.key, trains).has_columns
-    row_parts, column_parts = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
+    row_parts, column_parts, amax = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
     quant = recipe.linear()
     assert quant.fprop.left is not None
     q = layer._rows_to_gather(x.detach(), quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype))
@@ -252,12 +277,13 @@ def gathered(
     own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, anchor=anchor)
     whole = collectives.gather_codes(own, *ranks)
     if not has_columns:
-        return whole, (), GatherAgain(_rows_again(q, whole, *ranks)) if again else nullcontext()
+        again_context = GatherAgain(_rows_again(q, whole, *ranks)) if again else nullcontext()
+        return SharedRows(whole, (), again_context, q, amax)
     spec = quant.wgrad.right
     assert spec is not None
     if again:  # the layer saves this rank's codes, which backward replaces by those of all ranks
-        return whole, column_parts, GatherAgain(_columns_again(column_parts, spec, *ranks))
-    return whole, gather_columns(column_parts, spec, *ranks), nullcontext()
+        return SharedRows(whole, column_parts, GatherAgain(_columns_again(column_parts, spec, *ranks)), q, amax)
+    return SharedRows(whole, gather_columns(column_parts, spec, *ranks), own=q, amax=amax)
 
 
 Again = list[tuple[Tensor, Callable[[], Tensor]]]
@@ -319,10 +345,11 @@ def gather_column_scale(scale: Tensor, spec: Quantizer, size: int, group: str, w
 
 def _cast(
     layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, has_columns: bool, as_nodes: bool
-) -> tuple[Parts, Parts]:
-    """Cast this rank's rows. Return the tensors of row codes and of column codes."""
+) -> tuple[Parts, Parts, Tensor | None]:
+    """Cast this rank's rows. Return the tensors of row codes and of column codes, and in eager mode the amax that
+    fp8-delayed observes."""
     scaling, delayed = layer._scaling, recipe.stateful
-    observe = delayed and layer.training and torch.is_grad_enabled() and not process.dry
+    observe = _observes(layer, recipe)
     measures = delayed and any(scaling.uncalibrated) and scaling.measures(True, False, False).x
     quant = recipe.linear()
     row, column = quant.fprop.left, quant.wgrad.right if has_columns else None
@@ -337,9 +364,26 @@ def _cast(
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measures_x={measures})"
     scales, amaxes = scaling.of_call(layer, measures, observe) if delayed else ((), ())
+    amax: Tensor | None = None
+    if observe and not torch.compiler.is_compiling():  # the running amax has those of earlier calls too
+        running, amax = amaxes[0], torch.zeros_like(amaxes[0])
+        amaxes = amax, amaxes[1]
     _, *parts = call(Stage("shard-cast", key, (scales, amaxes, all_reduced, columns), (), False), x, as_nodes)
+    if amax is not None:
+        _raise(running, amax)
     number = 3 if row.two_level else 2
-    return tuple(parts[:number]), tuple(parts[number:])
+    return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)]), amax
+
+
+def _observes(layer: Any, recipe: Recipe) -> bool:
+    """Return whether a call raises the running amaxes of fp8-delayed."""
+    return bool(recipe.stateful and layer.training and torch.is_grad_enabled() and not process.dry)
+
+
+def _raise(running: Tensor, amax: Tensor) -> None:
+    """Raise a running amax to an amax."""
+    with preserve_version_counter(running):
+        torch.maximum(running, amax, out=running)
 
 
 class GatherAgain(torch.autograd.graph.saved_tensors_hooks):

@@ -5,7 +5,6 @@ the state of the recipe. `forward` gathers both and calls `octavo.ops.linear_lay
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
-from octavo.communication import collectives
+from octavo.communication import collectives, shared_rows
 from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
+from octavo.communication.shared_rows import SharedRows
 from octavo.communication.tensor_parallel import (
     SPLIT,
     Parallel,
@@ -30,6 +30,7 @@ from octavo.communication.tensor_parallel import (
 )
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.gemm import spec_route
+from octavo.ops.dy_codes import cast_of_dy
 from octavo.ops.foreign_keywords import refused
 from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
 from octavo.ops.linear_layer import layer
@@ -235,7 +236,7 @@ class Linear(SplitLayer, nn.Linear):
         as_nodes = takes_nodes((self,))
         parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is not None:
-            return self._forward_in_parallel(parallel, x, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
+            return self._forward_in_parallel(parallel, x, input, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
         stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, settings=settings)
         y = self._run_stage(stage, x, fp8_output, as_nodes)
         return (y, self._own_part("bias")) if self.return_bias else y  # type: ignore[return-value]
@@ -309,10 +310,10 @@ class Linear(SplitLayer, nn.Linear):
     # -- over ranks ----------------------------------------------------------------------------------------------------
 
     def _forward_in_parallel(
-        self, parallel: Parallel, x: Any, is_first_microbatch: Flag, fp8_output: bool, as_nodes: bool
+        self, parallel: Parallel, x: Any, source: Any, is_first_microbatch: Flag, fp8_output: bool, as_nodes: bool
     ) -> Any:
         """Return y of a call with collectives before and after the layer's node. All is checked before anything is
-        sent."""
+        sent. `source` is x as the program passed it, which siblings of this layer read too."""
         where, size = self._name_for_collectives(), parallel.size()
         weight, bias = self._own_part("weight"), self._own_part("bias")
         assert weight is not None
@@ -328,24 +329,32 @@ class Linear(SplitLayer, nn.Linear):
         if not column and parallel.sequence:
             collectives.check_divides(x.shape, size, where)
         self._check_ranks(parallel, x, weight, bias)
-        columns: Parts = ()
-        again: Any = nullcontext()
+        rows = SharedRows(x)
         if column and parallel.sequence:
             if type(x) is QTensor:
                 x = x.dequantize()
             trains = torch.is_grad_enabled() and weight.requires_grad
             recipe = self._recipe or self._followed(ambient.recipe)
-            x, columns, again = gathered(self, parallel, recipe, x, trains, as_nodes)
+            rows = gathered(self, parallel, recipe, x, source, trains, as_nodes)
         elif column:
-            x = self.op_begin(x)
-        with again:
-            stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, parallel, columns)
-            y = self._run_stage(stage, x, fp8_output, as_nodes)
+            rows = self._rows_of_all(parallel, x, source)
+        with rows.again:
+            stage = self._stage(rows.x, is_first_microbatch, fp8_output, as_nodes, parallel, rows.columns)
+            y = self._run_stage(stage, rows.x, fp8_output, as_nodes)
         if column:
             mark_blocks(y, parallel)
         else:
-            y = self.op_finish(y)
+            scatters = parallel.sequence and stage.needs and not as_nodes
+            y = self.op_finish(y, cast_of_dy(stage, parallel.group, where) if scatters else None)
         return (y, self._bias_of_caller()) if self.return_bias else y
+
+    def _rows_of_all(self, parallel: Parallel, x: Any, source: Any) -> SharedRows:
+        """Return x, which all ranks have, for siblings that share the sum of its gradient over ranks."""
+        if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+            return SharedRows(self.op_begin(x))
+        key = "the same on all ranks", parallel.group, x.dtype
+        found = shared_rows.find(self, source, key)
+        return shared_rows.share(self, source, key, SharedRows(self.op_begin(x))) if found is None else found
 
     def _bias_of_caller(self) -> Tensor | None:
         """Return the bias for a caller that adds it."""

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.communication import collectives
+from octavo.communication import collectives, shared_rows
 from octavo.communication.all_reduced_amaxes import scales_whole
 from octavo.communication.amax_reduction import all_reduced_weight
 from octavo.communication.rank_checks import check_ranks
+from octavo.communication.scattered_sum import Cast, scattered_sum
 from octavo.communication.tensor_parallel import Parallel, summed_gradient
 from octavo.errors import UnsupportedConfig
 from octavo.ops.quantized import Quantized
@@ -52,15 +53,18 @@ class SplitLayer(Quantized):
             return x
         return summed_gradient(x, parallel.group, self._name_for_collectives())
 
-    def op_finish(self, y: Tensor) -> Tensor:
+    def op_finish(self, y: Tensor, cast: Cast | None = None) -> Tensor:
+        """Return y summed over ranks, and its bias added. `cast` quantizes dy before it is gathered."""
         parallel = self._split_over_ranks()
         if parallel is None or parallel.mode == "column":
             return y
+        shared_rows.forget()
         where, bias = self._name_for_collectives(), self._bias_after_sum()
         if not parallel.sequence:
             y = collectives.all_reduce(y, parallel.group, where)
         else:
-            y = collectives.reduce_scatter(y, parallel.size(), parallel.group, where)
+            ranks = parallel.size(), parallel.group, where
+            y = collectives.reduce_scatter(y, *ranks) if cast is None else scattered_sum(y, cast, *ranks)
             if bias is not None:
                 bias = collectives.copy(bias, parallel.group, where)  # each rank adds it to its own rows
         return y if bias is None else y + bias.to(y.dtype)

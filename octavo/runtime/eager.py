@@ -36,6 +36,7 @@ from octavo.runtime.split_backward import KeptGradients, deferring, kept, of_pas
 from octavo.runtime.stage import Stage
 from octavo.runtime.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 
+DY_CODES = "octavo_dy_codes"  # attribute of a tensor in the place of a dy that arrives as codes: its QTensor
 _ANCHOR = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
@@ -247,6 +248,9 @@ def _backward(ctx: Any, buffers: Sequence[Any], *grads: Tensor | None) -> Tensor
     if isinstance(ctx, FunctionNode) and not torch.is_grad_enabled():  # `_once` (create_graph=True) needs them again
         release_saved_tensors(ctx)
     gradient_buffers, dys, hit_key = prepared.gradient_buffers, grads[:outputs], None
+    codes = getattr(dys[0], DY_CODES, None)
+    if codes is not None:
+        return _backward_of_codes(prepared, marks, saved, buffers, dys, codes)
     if prepared.cached_backward and not gradient_buffers:
         hit_key, hit, tensors = _found(prepared, marks, saved, buffers, dys)
         if hit is not None:
@@ -265,6 +269,20 @@ def _backward(ctx: Any, buffers: Sequence[Any], *grads: Tensor | None) -> Tensor
         whole = [buffers[place] for place in gradient_buffers.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
         gradients = tuple(_in_callers_memory(ctx, gradients, gradient_buffers))
+    return gradients
+
+
+def _backward_of_codes(
+    prepared: Prepared, marks: str, saved: list[Tensor], buffers: Sequence[Any], dys: Tensors, codes: Any
+) -> Tensors:
+    """Run backward for a dy that arrived as codes, of which the transpose is dw's operand; as it is written, because a
+    recording has no place for them."""
+    layer: Any = prepared.layer
+    written = tuple([t for t in buffers if isinstance(t, Tensor)])
+    with preserve_version_counter(written) if written else nullcontext():
+        fields, own = _taken(packing(marks), saved), layer.Buffers._make(buffers)
+        pair = codes, codes.transpose() if prepared.config.wants_dw else None
+        gradients: Tensors = layer.backward(prepared.config, fields, own, dys, codes=pair)
     return gradients
 
 
