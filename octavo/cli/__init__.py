@@ -12,6 +12,7 @@ docstring is its help text.
     convert_checkpoint_command  octavo convert-checkpoint
     options                     values of options, checked before any work
     target                      the argument module:function
+    completion                  a script that completes commands in a shell
     output                      a report, printed and as JSON, after Ctrl-C too
     timing                      timers of the benches
     machine                     the machine that a report describes

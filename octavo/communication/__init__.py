@@ -4,6 +4,8 @@
     collectives         gathers, sums and scatters that carry gradients; gathers of codes
     all_to_all          rows that change ranks
     tensor_parallel     column and row parallel layers, with sequence parallelism: the collectives before and after
+    shared_rows         rows of x that sibling layers share: q, k and v; gate and up
+    scattered_sum       the sum of a row layer's y, whose gradient is gathered as codes
     amax_reduction      each rank measures its part, and the maximum over ranks counts
     all_reduced_amaxes  a cast by such amaxes, so that x and w have the codes of one process
     sharded_weights     weights that FSDP2 gathers as codes

@@ -48,9 +48,9 @@ def find(layer: Any, source: Any, key: tuple[Any, ...]) -> SharedRows | None:
     """Return the rows that a sibling made of the same x for the same `key`; None if there are none. A layer that is
     called twice with one x makes them anew: it may have other scales."""
     shared = _last.shared
-    if shared is None or shared.source() is not source or layer in shared.served:
+    if shared is None or layer in shared.served or not isinstance(source, Tensor):
         return None
-    if shared.state != (_state(source), key):
+    if shared.source() is not source or shared.state != (_state(source), key):
         return None
     shared.served.add(layer)
     return shared.rows

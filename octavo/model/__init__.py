@@ -11,6 +11,7 @@
     step_warnings   warnings of dropped tokens and missed gradients at the end of a step
     refresh         cached weights and weights that are codes, for a whole model
     state_dicts     the state besides the weights: windows of amaxes, counters
+    offload         octavo.offload: saved tensors that wait for backward on the host
     layer_lookup    Octavo's layers in a model, by their paths
 
     model, recipe or policy -> selection: a plan for each layer -> convert -> conversion: the report

@@ -19,6 +19,7 @@
     split_backward      a backward in two passes, dx first
     named_gradients     gradients that a user's backward returns by name, in the order of the inputs
     caller_memory       y and dx in memory of the caller
+    written_buffers     buffers that a graph's backward writes, under hooks on saved tensors
     dry_run             users' functions on tensors without data
     modified            the error for a tensor that was written to before backward
     transforms          the transforms that layers refuse
