@@ -17,7 +17,7 @@ from tests.integration.scripts import EXAMPLES, NEEDS, ON_RANKS, command
 ROOT = Path(__file__).parent.parent
 # gloo may abort a process that has ended its work and its group: once in about forty runs, of FSDP2 without Octavo too
 ABORTED = "terminate called without an active exception"
-ALONE = [path for path in EXAMPLES if path.stem not in ON_RANKS]
+ALONE = [path for path in EXAMPLES if path.stem not in {*ON_RANKS, *NEEDS}]
 
 
 def name(path):
@@ -30,14 +30,22 @@ def _nothing_registered(monkeypatch):
     monkeypatch.setattr(values, "_BY_NAME", dict(values._BY_NAME))
 
 
-@pytest.mark.parametrize("path", ALONE, ids=name)
-def test_an_example_trains(path):
-    lacking = [package for package in NEEDS.get(path.stem, ()) if find_spec(package) is None]
-    if lacking:
-        pytest.skip(f"not installed: {', '.join(lacking)}. python -m tests.integration.scripts runs {path.name}")
+def check_that_it_trains(path):
     losses = runpy.run_path(str(path), run_name="example")["main"](["--steps", "10"])
     assert len(losses) == 10 and all(map(math.isfinite, losses))
     assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("path", ALONE, ids=name)
+def test_an_example_trains(path):
+    check_that_it_trains(path)
+
+
+@pytest.mark.parametrize("stem", NEEDS)
+def test_an_example_with_its_packages_trains(stem):
+    if lacking := [package for package in NEEDS[stem] if find_spec(package) is None]:
+        pytest.skip(f"not installed: {', '.join(lacking)}. python -m tests.integration.scripts runs {stem}.py")
+    check_that_it_trains(ROOT / "examples" / f"{stem}.py")
 
 
 @pytest.mark.parametrize("stem", ON_RANKS)

@@ -412,6 +412,13 @@ def test_the_table_of_a_whole_model():
         ]
 
 
+def test_the_runs_of_a_whole_model_in_the_log():
+    for label, _, *cells in tables(LOG, "## A whole model")[0][1:]:
+        found = {row["case"]: row["ms"] for row in results(re.search(r"\[([\w-]+)\.json", label).group(1))["results"]}
+        blocks, base = found["octavo fp8-delayed, blocks, compiled"], found["bf16, compiled"]
+        assert cells == [f"{blocks:.2f}", f"{blocks / base:.3f}"], label
+
+
 def part_of_a_model(kernel):
     """Returns the row of the table of kernels that a GPU kernel belongs to."""
     starts = {

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks import memory_tables
-from tests.support.figures import BENCHMARKS, EXPERTS, README, cases, results, section, shapes, tables
+from tests.support.figures import BENCHMARKS, EXPERTS, LOG, README, cases, results, section, shapes, tables
 
 MEMORY = "docs/memory.md"
 MOE_MEMORY, MODEL_MEMORY = "moe-memory-h200", "model-memory-h200"
@@ -57,6 +57,7 @@ def test_the_tables_of_the_memory_of_a_step():
     ranges = [f"{end(part):.2f}" for part in (given, cast) for end in (min, max)]
     assert "codes {} to {} of it, cast in every step {} to {}".format(*ranges) in text
     eight, many, last = shapes(MOE_MEMORY)
+    text = " ".join(section(LOG, "## A mixture of experts").split())
     assert f"{eight['fp8-block, codes, columns kept']['ms']:.2f} ms, goal 20.5" in text
     missed = [eight["fp8-delayed, codes"], many["fp8-delayed, codes"], many["fp8-block, codes"]]
     want = "takes {:.2f} and {:.2f} ms for 8 and 128 experts, goals 16.5 and 9.8, and fp8-block {:.2f}"
