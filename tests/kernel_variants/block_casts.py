@@ -7,6 +7,7 @@ from octavo.quant import tile
 from octavo.quant.block import BLOCK, Block1D, Block2D
 from octavo.quant.block.triton import CONFIGS, _cast_launch
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -19,7 +20,7 @@ def variants() -> list[Variant]:
         tile.variant_of(
             f"{kind.registered_name} {dtype} {fmt} {config}",
             _cast_launch(kind(fmt, scale), shape, (*strides, *scales[kind]), None, dtype, config),
-            **tile.cast_pointers(dtype, fmt.dtype),
+            **pointer_types.cast_pointers(dtype, fmt.dtype),
         )
         for config in CONFIGS
         for kind in (Block1D, Block2D)

@@ -7,6 +7,7 @@ from octavo.quant import tile
 from octavo.quant.mx import BLOCK, MX
 from octavo.quant.mx.triton import CONFIGS, _cast_launch
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -16,7 +17,7 @@ def variants() -> list[Variant]:
         tile.variant_of(
             f"mx {dtype} {fmt} {rounding} {'32x32' if square else '1x32'} {config}",
             _cast_launch(MX(fmt, rounding, square), shape, (*strides, *scales[square]), config),
-            **tile.cast_pointers(dtype, fmt.dtype, "*u8"),
+            **pointer_types.cast_pointers(dtype, fmt.dtype, "*u8"),
         )
         for config in CONFIGS
         for dtype, fmt, rounding, square in (

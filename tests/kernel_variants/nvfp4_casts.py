@@ -8,6 +8,7 @@ from octavo.quant import tile
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.triton import CONFIGS, _amax_launch, _cast_launch
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -24,7 +25,9 @@ def variants() -> list[Variant]:
         if not row.stochastic:
             launch, name = _amax_launch(*rht, (m, k), strides, config), f"nvfp4 amax {dtype} rht={rht} {config}"
             found.append(tile.variant_of(name, launch, x=tile.POINTERS[dtype], row="*i32", column="*i32"))
-        pointers = tile.cast_pointers(dtype, torch.uint8, "*u8") | more | ({"seed": "*i64"} if row.stochastic else {})
+        pointers = (
+            pointer_types.cast_pointers(dtype, torch.uint8, "*u8") | more | ({"seed": "*i64"} if row.stochastic else {})
+        )
         name = f"nvfp4 {dtype} {'16x16' if row.square else '1x16'} rht={rht} stochastic={random} {config}"
         for shape, part in (((m + 1, k), ""), ((m, k), ", whole")):
             launch = _cast_launch(row, column, shape, strides, 0, config)

@@ -3,7 +3,7 @@
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.rotary.cast.triton import CONFIGS, STRIDES, TURNS, _cast_kernel, _constants
+from octavo.kernels.rotary.cast.triton import CONFIGS, TURNS, _cast_kernel, _constants
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.quant import tile
 from octavo.quant.block import Block1D, Block2D
@@ -11,6 +11,9 @@ from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tensorwise.triton import is_transposable
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
+
+STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
 
 
 def variants() -> list[Variant]:
@@ -26,7 +29,7 @@ def variants() -> list[Variant]:
 
 def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: bool = True) -> Variant:
     config, pointer = tile_casts.fitting(CONFIGS, spec), tile.POINTERS[dtype]
-    there, fixed = tile_casts.signature(spec, column=column)
+    there, fixed = pointer_types.signature(spec, column=column)
     there |= dict.fromkeys(("dq", "dk", "dv"), pointer) | {"own": "*fp32", "other": "*fp32"}
     there |= dict.fromkeys(("M", "K", "T", "H", "S", *STRIDES), "i32")
     fixed |= _constants(spec, dtype, channels, config, TURNS, is_transposable(config))

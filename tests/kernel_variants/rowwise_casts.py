@@ -7,6 +7,7 @@ from octavo.quant import tile
 from octavo.quant.rowwise import Rowwise
 from octavo.quant.rowwise.triton import AMAX_CONFIGS, CONFIGS, _amax_launch, _cast_launch
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -14,7 +15,7 @@ def variants() -> list[Variant]:
         tile.variant_of(
             f"rowwise {dtype} {fmt} {config}",
             _cast_launch(Rowwise(fmt), *tile.EXAMPLE, 0, config),
-            **tile.cast_pointers(dtype, fmt.dtype),
+            **pointer_types.cast_pointers(dtype, fmt.dtype),
             row_amax="*fp32",
             column_amax="*fp32",
         )

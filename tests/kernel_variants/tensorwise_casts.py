@@ -7,6 +7,7 @@ from octavo.quant import tile
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tensorwise.triton import CONFIGS, _cast_launch, is_transposable
 from octavo.quant.tile import Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -15,7 +16,7 @@ def variants() -> list[Variant]:
         tile.variant_of(
             f"tensorwise {dtype} {fmt} {'given' if is_given else 'current'} {config}",
             _cast_launch(Tensorwise(fmt), *tile.EXAMPLE, None, 0, config, is_transposable(config)),
-            **tile.cast_pointers(dtype, fmt.dtype),
+            **pointer_types.cast_pointers(dtype, fmt.dtype),
             **(given if is_given else {"amax": "*fp32"}),
         )
         for config in CONFIGS

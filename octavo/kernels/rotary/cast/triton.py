@@ -23,7 +23,6 @@ from octavo.quant.tile import Config, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
 TURNS = 4  # tiles of a program: 0.139 ms for 8192 x 12288 on an H200, and 0.157 with one
-STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
 
 
 @gluon.jit
