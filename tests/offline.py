@@ -17,6 +17,7 @@ import importlib
 import io
 import json
 import multiprocessing
+import pkgutil
 import re
 import sys
 import tempfile
@@ -66,11 +67,12 @@ def kernel_name(variant) -> str:
 def variants() -> list:
     """Every configuration as it stands, for rows in groups and for rows that are gathered, and each kernel once in
     every other way it may be called."""
-    from tests.kernel_variants import cast_activations, gemms, norms, permutation
+    import tests.kernel_variants
     from tests.kernel_variants.grouped_gemms import grouped_gemms
 
-    listing = [module for module in modules() if hasattr(module, "variants")]
-    found = [v for module in (*listing, cast_activations, gemms, norms, permutation) for v in module.variants()]
+    beside = [importlib.import_module(f"tests.kernel_variants.{found.name}")
+              for found in pkgutil.iter_modules(tests.kernel_variants.__path__)]  # fmt: skip
+    found = [v for module in (*modules(), *beside) if hasattr(module, "variants") for v in module.variants()]
     first = {kernel_name(v): v for v in reversed(found)}
     others = [other for v in first.values() for other in called_otherwise(v)]
     grouped = [in_groups(v) for v in found if follows_groups(v)]

@@ -113,12 +113,13 @@ print(json.dumps(results))
 """
 COMPILE = """
 from octavo.kernels.activation import triton as activation
+from tests.kernel_variants import activations
 from octavo.kernels.column_scale import triton as column_scale
 from tests import offline
 
 assert column_scale in offline.modules()
 column_scale._launch((5, 70), (70, 1), column_scale.CONFIGS[0])
-curves = [v for v in activation.variants() if v.constants["CURVE"] is activation.softsign]
+curves = [v for v in activations.variants() if v.constants["CURVE"] is activation.softsign]
 for variant in [*column_scale.variants(), *curves[:2]]:
     assert not offline.unsupported_reason(variant), offline.unsupported_reason(variant)
     print(variant.name, offline.resources(variant)[1])

@@ -28,8 +28,8 @@ from octavo.errors import UnsupportedConfig
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
+from octavo.model.high_precision import HIGH_PRECISION
 from octavo.model.policy import Policy
-from octavo.model.selection import HIGH_PRECISION
 from octavo.recipes import Recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm

@@ -1,7 +1,8 @@
 """Functions over a model: convert, attach, step, state dicts.
 
     policy          which recipe the user wants for which layer and step
-    selection       the plan for each layer: exclude, the policy, heads and routers in high precision, what is refused
+    selection       the plan for each layer: exclude, the policy, what is refused
+    high_precision  finds heads, adapters and routers
     convert         carries the plans out; revert
     conversion      the report that convert returns
     config_file     a conversion as data, from a file

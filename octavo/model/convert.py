@@ -21,11 +21,11 @@ from octavo.errors import UnsupportedConfig, check_choice, warn
 from octavo.fusion.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
 from octavo.model.conversion import ConversionReport, Row, other_rows
+from octavo.model.high_precision import HIGH_PRECISION
 from octavo.model.layer_lookup import check_model, refuse_parts
 from octavo.model.policy import Policy, PolicyRule
 from octavo.model.selection import (
     CONVERT,
-    HIGH_PRECISION,
     KEEP,
     NEVER,
     Plan,

@@ -1,7 +1,7 @@
 """Settings of a call of a linear layer: which GEMMs it runs, on which operands, and what backward keeps of them."""
 
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,6 @@ def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
     # quoted by hand: a compiler may not know repr()
     pairs = [f"{field}='{v}'" if isinstance(v, str) else f"{field}={v}" for field, v in settings.items()]
     return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
-
-
-cached_call_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no compiler traces
 
 
 _CHOICES = {

@@ -297,8 +297,6 @@ def tensor_amax(
     return out
 
 
-SIZES = {"M": "i32", "K": "i32", "stride_m": "i32"}
-CONTIGUOUS = {"stride_k": 1}
 EXAMPLE = ((16384, 8192), (8192, 1))  # shape and strides of a matrix that a variant is a launch for
 
 
@@ -310,19 +308,3 @@ def variant_of(name: str, launch: Launch, **pointers: str) -> Variant:
     constants = {name: options[name] for name in launch.kernel.arg_names if name in options}
     constants |= {name: sizes.get(name) for name in passed if name not in types}
     return Variant(name, launch.kernel, types, constants, options["num_warps"])
-
-
-def cast_pointers(dtype: torch.dtype, codes: torch.dtype, scale: str = "*fp32") -> dict[str, str]:
-    """Return the types of the pointers of a cast in both orientations."""
-    written = {"row": POINTERS[codes], "column": POINTERS[codes], "row_scale": scale, "column_scale": scale}
-    return {"x": POINTERS[dtype], **written}
-
-
-def variants() -> list[Variant]:
-    return [
-        variant_of(
-            f"tensor_amax {dtype} {config}", _amax_launch(*EXAMPLE, None, config), x=POINTERS[dtype], out="*fp32"
-        )
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for config in AMAX_CONFIGS
-    ]

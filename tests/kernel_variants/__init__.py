@@ -1,1 +1,1 @@
-"""Long lists of compilations that `tests.offline` makes; short ones stand beside their kernels, as `variants()`."""
+"""Lists of compilations that `tests.offline` makes, as `variants()`; short ones may stand beside their kernels."""

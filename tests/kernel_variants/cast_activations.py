@@ -28,6 +28,7 @@ from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tensorwise.triton import is_transposable
 from octavo.quant.tile import Config, Variant
+from tests.kernel_variants import pointer_types
 
 
 def variants() -> list[Variant]:
@@ -183,7 +184,7 @@ def _kind(spec: Quantizer, dtype: torch.dtype, way: str) -> Kind:
 
 
 def _cast_signature(spec: Quantizer, row: bool, column: bool, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    there, fixed = tile_casts.signature(spec, row, column)
+    there, fixed = pointer_types.signature(spec, row, column)
     way = way.removeprefix("one ")
     if way == "measure":
         return {"running_amax": "*fp32"}, dict.fromkeys((*fixed, *there), 0) | dict.fromkeys(_POINTERS)
@@ -219,8 +220,8 @@ def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, 
         there, steps = _cast_signature(again, False, True, way)
         kinds |= {"again": there.get("column"), "again_scale": there.get("column_scale")}
         kinds |= {f"again_{n}": there.get(n) for n in ("inverse_scale", "running_amax", "measured")}
-        kinds |= {f"again{n[6:]}": there.get(n) for n in tile_casts.STRIDES[2:]}
-        fixed |= {f"again{n[6:]}": steps.get(n) for n in tile_casts.STRIDES[2:]}
+        kinds |= {f"again{n[6:]}": there.get(n) for n in pointer_types.STRIDES[2:]}
+        fixed |= {f"again{n[6:]}": steps.get(n) for n in pointer_types.STRIDES[2:]}
     return _variant(title, _backward_kernel, kinds, fixed | tile_constants(config, width or config.columns), config)
 
 

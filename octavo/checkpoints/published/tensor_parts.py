@@ -5,7 +5,7 @@ a file each has the dtype and shape of the layout. Both directions keep every va
 divides: its reciprocal is rounded once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -181,9 +181,3 @@ def check_scales(layout: Layout, name: str, scale: Tensor) -> None:
         raise InvalidCheckpoint(
             f"{name} has {why}. Its weight would be nonsense. Get the file again, or name another layout=."
         )
-
-
-def scale_names(layout: Layout, entries: Mapping[str, object], name: str) -> list[str]:
-    """Return the names of a weight's scales in a file."""
-    found = [name + layout.scale, *([name + layout.level2] if layout.level2 else [])]
-    return [each for each in found if each in entries]

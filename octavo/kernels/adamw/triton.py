@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.kernels.adamw import BLOCK, Moments
 from octavo.kernels.stochastic_codes.triton import noise_of
 from octavo.launch import Launch
-from octavo.quant.tile import Variant, amax_bits, raise_amax
+from octavo.quant.tile import amax_bits, raise_amax
 
 ROWS, WARPS = 8, 4  # blocks of a tile: 0.94 of copy bandwidth, 0.73 with 8-bit moments; 16 rows take 0.93 and 0.62
 _MAX: tl.constexpr = tl.constexpr(448.0)
@@ -116,27 +116,3 @@ def adamw(
 @lru_cache(maxsize=4096)
 def _launch(n: int, size: int | None) -> Launch:
     return Launch(_adamw_kernel, triton.cdiv(n, ROWS * BLOCK), (n, size), num_warps=WARPS, R=ROWS, B=BLOCK)
-
-
-def variants() -> list[Variant]:
-    found = []
-    for values, copy in (("*fp32", None), ("*fp32", "*bf16"), ("*bf16", None)):
-        for grad in ("*fp32", "*bf16"):
-            for moment in ("*fp32", "*bf16", "*u8"):
-                # a copy is a plain parameter's, which is not measured
-                for amaxes in ("none",) if copy else ("one", "many") if grad == "*bf16" else ("one",):
-                    found.append(_variant(values, copy, grad, moment, amaxes))
-    return found
-
-
-def _variant(values: str, copy: str | None, grad: str, moment: str, amaxes: str) -> Variant:
-    scale = "*fp32" if moment == "*u8" else None
-    types = {
-        "values": values, "grad": grad, "average": moment, "square": moment, "average_scale": scale,
-        "square_scale": scale, "settings": "*fp32", "seed": "*i64" if values == "*bf16" else None, "copy": copy,
-        "amax": None if amaxes == "none" else "*fp32", "N": "i32", "SIZE": "i32" if amaxes == "many" else None,
-    }  # fmt: skip
-    name = f"adamw of {values} by {grad}, moments {moment}, copy {copy}" + ", many amaxes" * (amaxes == "many")
-    signature = {key: kind for key, kind in types.items() if kind is not None}
-    absent = {key: None for key, kind in types.items() if kind is None}
-    return Variant(name, _adamw_kernel, signature, {**absent, "R": ROWS, "B": BLOCK}, WARPS)

@@ -13,7 +13,7 @@ from octavo.launch import Launch
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
-from octavo.quant.tile import POINTERS, Config, Variant
+from octavo.quant.tile import Config
 
 SCALES = {None: "float32", E8M0: "e8m0", E4M3: "e4m3"}
 CONFIG = Config(32, 256, 4)
@@ -128,29 +128,3 @@ def _decode_launch(spec: Quantizer, sizes: tuple[int, ...]) -> Launch:
         _decode_kernel, grid, sizes, num_warps=CONFIG.warps, REACH=spec.block[1] or 0, SCALE_ROWS=spec.block[0] or 0,
         KIND=SCALES[spec.scale_format], PACKED=spec.fmt.packed == 2, R=CONFIG.rows, C=CONFIG.columns, SIZE=BLOCK,
     )  # fmt: skip
-
-
-def variants() -> list[Variant]:
-    found = []
-    for fmt, kind, reach, tall in (
-        (torch.float8_e4m3fn, "e8m0", 32, 1),
-        (torch.float8_e4m3fn, "e8m0", 32, 32),
-        (torch.float8_e5m2, "e8m0", 32, 1),
-        (torch.uint8, "e4m3", 16, 1),
-        (torch.uint8, "e4m3", 16, 16),
-    ):
-        fastest, other = ("scale_row_stride", "scale_block_stride")[:: 1 if tall == 1 else -1]
-        sizes = ("M", "K", "row_stride", "out_stride", other)
-        found.append(
-            Variant(
-                f"decode {fmt} {kind} {tall}x{reach} {CONFIG}",
-                _decode_kernel,
-                {"codes": POINTERS[fmt], "scale": "*u8", "out": "*bf16", **dict.fromkeys(sizes, "i32")},
-                {
-                    "source": None, "live": None, fastest: 1, "REACH": reach, "SCALE_ROWS": tall, "KIND": kind,
-                    "PACKED": fmt == torch.uint8, "R": CONFIG.rows, "C": CONFIG.columns, "SIZE": BLOCK,
-                },
-                CONFIG.warps,
-            )
-        )  # fmt: skip
-    return found

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.launch import Launch
-from octavo.quant.tile import Variant
 
 HEADS, WARPS = 8, 4  # heads at a time
 
@@ -127,17 +126,3 @@ def _backward(
 
 def _constants(channels: int) -> dict[str, int]:
     return {"HALF": channels // 2, "WIDE": triton.next_power_of_2(channels // 2), "HEADS": HEADS}
-
-
-def variants() -> list[Variant]:
-    sizes = {"T": "i32", "H": "i32", "S": "i32"}
-    steps = {f"{x}_{dim}": "i32" for x in "qkv" for dim in ("batch", "token", "head")}
-    found = []
-    for dtype in ("*bf16", "*fp16", "*fp32"):
-        forward = {"qkv": dtype, "own": "*fp32", "other": "*fp32", "q": dtype, "k": dtype, **sizes}
-        back = {"dq": dtype, "dk": dtype, "dv": dtype, "own": "*fp32", "other": "*fp32", "out": dtype, **sizes, **steps}
-        found += [
-            Variant(f"rotation of {dtype}", _rotate_kernel, forward, _constants(128), WARPS),
-            Variant(f"rotation of gradients, {dtype}", _back_kernel, back, _constants(128), WARPS),
-        ]
-    return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.launch import Launch
 from octavo.quant import tile
-from octavo.quant.tile import Config, Variant
+from octavo.quant.tile import Config
 
 CONFIGS = (Config(16, 128, 4), Config(8, 256, 4))
 _MAX: tl.constexpr = tl.constexpr(448.0)
@@ -65,13 +65,3 @@ def stochastic_codes(
 @lru_cache(maxsize=4096)
 def _launch(shape: tuple[int, int], sizes: tuple[int, ...], config: Config) -> Launch:
     return tile.launch(_stochastic_codes_kernel, shape, sizes, config)
-
-
-def variants() -> list[Variant]:
-    shape, found = tile.EXAMPLE[0], []
-    for name, block in (("of a matrix", shape), ("of rows", (1, shape[1])), ("128 x 128", (128, 128))):
-        for config in CONFIGS:
-            launch = _launch(shape, (shape[1], -(-shape[1] // block[1]), *block, 0), config)
-            pointers = {"values": "*fp32", "scale": "*fp32", "codes": "*u8", "seed": "*i64"}
-            found.append(tile.variant_of(f"stochastic_codes, scales {name} {config}", launch, **pointers))
-    return found

@@ -76,21 +76,3 @@ def strides(pair: QTensorPair) -> tuple[int, ...]:
     if not is_block(spec_of(pair)):
         return (0, 0, 0, 0)
     return (*tile.scale_strides(pair[0]), *tile.scale_strides(pair[1]))
-
-
-STRIDES = ("row_stride", "row_block_stride", "column_stride", "column_block_stride")
-
-
-def signature(spec: Quantizer, row: bool = True, column: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return (signature, constants) of pointers and sizes, for the record of compilations."""
-    block, codes = is_block(spec), tile.POINTERS[spec.fmt.dtype]
-    there = {
-        "row": codes if row else None, "column": codes if column else None, "row_scale": "*fp32" if row else None,
-        "column_scale": "*fp32" if column else None, "inverse_scale": None if block else "*fp32",
-        "running_amax": None if block else "*fp32",
-    }  # fmt: skip
-    square = block and is_square(spec.block)
-    fastest = dict.fromkeys(STRIDES[1::2] if square else STRIDES[::2], 1) if block else dict.fromkeys(STRIDES, 0)
-    numbers = {name: "i32" for name in STRIDES if name not in fastest}
-    missing = {name: None for name, kind in there.items() if kind is None}
-    return {name: kind for name, kind in there.items() if kind is not None} | numbers, missing | fastest

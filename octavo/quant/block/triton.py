@@ -7,15 +7,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
-from octavo.quant.block import BLOCK, Block1D, Block2D, _Blocks
+from octavo.quant.block import BLOCK, _Blocks
 from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
 from octavo.quant.scale_blocks import is_square
-from octavo.quant.tile import Config, Sizes, Variant, amax_along, amax_bits, group_tile, inverse_scale_from, tile_index
+from octavo.quant.tile import Config, Sizes, amax_along, amax_bits, group_tile, inverse_scale_from, tile_index
 
 CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
@@ -128,25 +127,3 @@ def _cast_launch(
 ) -> Launch:
     constants = {**tile.rule(spec, torch.finfo(dtype).max), "SQUARE": is_square(spec.block)}
     return tile.launch(_cast_kernel, shape, (*strides, height), config, **constants)
-
-
-def variants() -> list[Variant]:
-    shape, strides = tile.EXAMPLE
-    scales = {
-        Block1D: (1, shape[0]) * 2,
-        Block2D: (shape[0] // BLOCK, 1) * 2,
-    }  # strides of scales
-    return [
-        tile.variant_of(
-            f"{kind.registered_name} {dtype} {fmt} {config}",
-            _cast_launch(kind(fmt, scale), shape, (*strides, *scales[kind]), None, dtype, config),
-            **tile.cast_pointers(dtype, fmt.dtype),
-        )
-        for config in CONFIGS
-        for kind in (Block1D, Block2D)
-        for dtype, fmt, scale in (
-            (torch.bfloat16, E4M3, "pow2"),
-            (torch.float16, E4M3, "fp32"),
-            (torch.float32, E5M2, "pow2"),
-        )
-    ]

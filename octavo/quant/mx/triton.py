@@ -2,21 +2,19 @@
 
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.maxima import amax as amax
-from octavo.quant.mx import BLOCK, MANTISSA_BITS, MX
+from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
-from octavo.quant.tile import Config, Sizes, Variant, float_bits, group_tile, magnitude_bits, tile_index
+from octavo.quant.tile import Config, Sizes, float_bits, group_tile, magnitude_bits, tile_index
 
 CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
@@ -123,23 +121,3 @@ def _cast_launch(spec: MX, shape: Sizes, strides: Sizes, config: Config) -> Laun
         MAX=spec.fmt.max, EMAX=spec.fmt.emax, MANTISSA=MANTISSA_BITS[spec.fmt.name], ROUNDING=spec.rounding,
         SQUARE=spec.square,
     )  # fmt: skip
-
-
-def variants() -> list[Variant]:
-    shape, strides = tile.EXAMPLE
-    scales = {False: (1, shape[0]) * 2, True: (shape[0] // BLOCK, 1) * 2}  # strides of scales
-    return [
-        tile.variant_of(
-            f"mx {dtype} {fmt} {rounding} {'32x32' if square else '1x32'} {config}",
-            _cast_launch(MX(fmt, rounding, square), shape, (*strides, *scales[square]), config),
-            **tile.cast_pointers(dtype, fmt.dtype, "*u8"),
-        )
-        for config in CONFIGS
-        for dtype, fmt, rounding, square in (
-            (torch.bfloat16, E4M3, "rceil", False),
-            (torch.bfloat16, E4M3, "rceil", True),
-            (torch.float16, E4M3, "even", False),
-            (torch.float32, E5M2, "floor", False),
-            (torch.float32, E5M2, "ceil", True),
-        )
-    ]

@@ -5,7 +5,6 @@ an instruction, from the bytes of float16 (`octavo.quant.nvfp4.codes`), and a ma
 masks. The Hadamard rotation adds in the order of the reference. The result has the same bits on every device.
 """
 
-import itertools
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +28,6 @@ from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import (
     Config,
     Sizes,
-    Variant,
     amax_along,
     amax_bits,
     divide,
@@ -410,27 +408,3 @@ def _cast_launch(first: NVFP4, second: NVFP4, shape: Sizes, strides: Sizes, grou
         NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX, GROUPS=groups, SIZE=BLOCK,
         FAR=_is_far(shape), WHOLE=groups == 0 and _is_whole(shape, config),
     )  # fmt: skip
-
-
-def variants() -> list[Variant]:
-    cases = (  # dtype, the settings of both orientations
-        (torch.bfloat16, NVFP4(), NVFP4(rht=True)),
-        (torch.bfloat16, NVFP4(stochastic=True), NVFP4(rht=True, stochastic=True)),
-        (torch.float32, NVFP4(square=True), NVFP4(square=True)),
-        (torch.bfloat16, NVFP4(square=True), NVFP4(square=True)),
-    )
-    found, ((m, k), strides) = [], tile.EXAMPLE
-    more = dict.fromkeys(("row_global", "column_global", "row_amax", "column_amax"), "*fp32")
-    for config, (dtype, row, column) in itertools.product(CONFIGS, cases):
-        rht, random = (row.rht, column.rht), (row.stochastic, column.stochastic)
-        if not row.stochastic:
-            launch, name = _amax_launch(*rht, (m, k), strides, config), f"nvfp4 amax {dtype} rht={rht} {config}"
-            found.append(tile.variant_of(name, launch, x=tile.POINTERS[dtype], row="*i32", column="*i32"))
-        pointers = tile.cast_pointers(dtype, torch.uint8, "*u8") | more | ({"seed": "*i64"} if row.stochastic else {})
-        name = f"nvfp4 {dtype} {'16x16' if row.square else '1x16'} rht={rht} stochastic={random} {config}"
-        for shape, part in (((m + 1, k), ""), ((m, k), ", whole")):
-            launch = _cast_launch(row, column, shape, strides, 0, config)
-            found.append(tile.variant_of(name + part, launch, **pointers))
-    drawn = next(v for v in found if v.constants.get("SR_ROW"))
-    found.append(drawn._replace(name=f"{drawn.name}, far", constants=drawn.constants | {"FAR": True}))
-    return found

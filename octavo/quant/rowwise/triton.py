@@ -7,7 +7,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.groups import Groups
@@ -17,7 +16,6 @@ from octavo.quant.rowwise import Rowwise
 from octavo.quant.tile import (
     Config,
     Sizes,
-    Variant,
     float_bits,
     group_of,
     group_tile,
@@ -163,25 +161,3 @@ def _amax_launch(shape: Sizes, strides: Sizes, config: Config) -> Launch:
 @lru_cache(maxsize=4096)
 def _cast_launch(spec: Rowwise, shape: Sizes, strides: Sizes, groups: int, config: Config) -> Launch:
     return tile.launch(_cast_kernel, shape, strides, config, **tile.rule(spec), GROUPS=groups)
-
-
-def variants() -> list[Variant]:
-    casts = [
-        tile.variant_of(
-            f"rowwise {dtype} {fmt} {config}",
-            _cast_launch(Rowwise(fmt), *tile.EXAMPLE, 0, config),
-            **tile.cast_pointers(dtype, fmt.dtype),
-            row_amax="*fp32",
-            column_amax="*fp32",
-        )
-        for config in CONFIGS
-        for dtype, fmt in ((torch.bfloat16, E4M3), (torch.float16, E4M3), (torch.float32, E5M2))
-    ]
-    pointers = {"row": "*i32", "column": "*i32"}
-    return casts + [
-        tile.variant_of(
-            f"rowwise amax {dtype} {config}", _amax_launch(*tile.EXAMPLE, config), x=tile.POINTERS[dtype], **pointers
-        )
-        for config in AMAX_CONFIGS
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]

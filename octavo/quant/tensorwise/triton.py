@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fast_paths import FastPath, Undecided
-from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch, apart
 from octavo.quant import dual, fp8_words, tile
 from octavo.quant.casts import empty_pair
@@ -21,7 +20,6 @@ from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
     Config,
     Sizes,
-    Variant,
     amax_bits,
     divide,
     group_of,
@@ -261,22 +259,3 @@ def _check_transposed_codes(config: Config, device: torch.device) -> str:
             made.append([q.codes.view(torch.uint8) for q in (row, column)])
         same = all(torch.equal(a, b) for a, b in zip(*made, strict=True)) and torch.equal(made[0][0].T, made[1][1])
     return "" if same else f"Triton {triton.__version__} writes wrong bytes"
-
-
-def variants() -> list[Variant]:
-    given = {"inverse_scale": "*fp32", "running_amax": "*fp32"}
-    return [
-        tile.variant_of(
-            f"tensorwise {dtype} {fmt} {'given' if is_given else 'current'} {config}",
-            _cast_launch(Tensorwise(fmt), *tile.EXAMPLE, None, 0, config, is_transposable(config)),
-            **tile.cast_pointers(dtype, fmt.dtype),
-            **(given if is_given else {"amax": "*fp32"}),
-        )
-        for config in CONFIGS
-        for dtype, fmt, is_given in (
-            (torch.bfloat16, E4M3, False),
-            (torch.bfloat16, E5M2, True),
-            (torch.float16, E4M3, True),
-            (torch.float32, E5M2, False),
-        )
-    ]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from octavo.launch import Launch
 from octavo.quant.groups import BLOCK, Groups
-from octavo.quant.tile import Variant
 
 DOWN, ACROSS, WARPS = 32, 128, 4  # of a tile of partial sums
 
@@ -81,16 +80,3 @@ def _row_sums_launch(tiles: int, padded: int) -> Launch:
         _row_sums_kernel, padded // ROWS_ACROSS, (tiles, padded), num_warps=WARPS,
         SIZE=BLOCK, DOWN=DOWN, ACROSS=ROWS_ACROSS,
     )  # fmt: skip
-
-
-def variants() -> list[Variant]:
-    found = []
-    for out in ("*fp32", "*bf16"):
-        signature = {"parts": "*fp32", "out": out, "block": "*i32", "N": "i32"}
-        fixed = {"EACH": 2, "DOWN": DOWN, "ACROSS": ACROSS}
-        found.append(Variant(f"sums of groups to {out}", _group_sums_kernel, signature, fixed, WARPS))
-        where = {"source_row": "*i32", "used_rows": "*i32"}
-        signature = {"parts": "*fp32", "out": out, **where, "TILES": "i32", "M": "i32"}
-        fixed = {"SIZE": BLOCK, "DOWN": DOWN, "ACROSS": ROWS_ACROSS}
-        found.append(Variant(f"sums of rows in groups to {out}", _row_sums_kernel, signature, fixed, WARPS))
-    return found

@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
 from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.norm.cast import Statistics, plain_forward
@@ -19,12 +18,10 @@ from octavo.kernels.tile_cast import QTensorPair
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
-from octavo.quant.block import Block1D, Block2D
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.scale_blocks import is_square
-from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import is_transposable, store_given_scale, transposes_codes
-from octavo.quant.tile import Config, Variant, tile_index
+from octavo.quant.tensorwise.triton import store_given_scale, transposes_codes
+from octavo.quant.tile import Config, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16), Config(128, 128, 8))
 
@@ -107,25 +104,3 @@ def _cast_launch(
 ) -> Launch:  # fmt: skip
     own = _constants(center, zero_centered, spec, dtype, config, transpose_codes)
     return Launch(_cast_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps, **own)
-
-
-def variants() -> list[Variant]:
-    given, rows, square, half = Tensorwise(), Block1D(), Block2D(E4M3, "fp32"), torch.bfloat16
-    found = [_variant("rms", given, half, config) for config in CONFIGS]
-    found += [_variant("rms", given, half, CONFIGS[0], column=False), _variant("l2", given, half, CONFIGS[0])]
-    found += [_variant("layer", spec, half, _config(spec)) for spec in (given, rows, square)]
-    found += [_variant("layer", spec, torch.float32, _config(spec)) for spec in (Tensorwise(E5M2), rows, square)]
-    return [*found, *(_variant("rms", spec, torch.float16, _config(spec)) for spec in (given, rows, square))]
-
-
-def _variant(kind: str, spec: Quantizer, dtype: torch.dtype, config: Config, column: bool = True) -> Variant:
-    pointer, layer = tile.POINTERS[dtype], kind == "layer"
-    there, fixed = tile_casts.signature(spec, column=column)
-    there |= {"x": pointer, "rstd": "*fp32", **tile.SIZES}
-    there |= {} if kind == "l2" else {"weight": pointer}
-    there |= {"mean": "*fp32", "bias": pointer} if layer else {}
-    fixed |= tile.CONTIGUOUS | _constants(layer, False, spec, dtype, config, is_transposable(config))
-    own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
-    signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
-    title = f"norm quantize {kind} {dtype} to {spec}{'' if column else ', row alone'} {config}"
-    return Variant(title, _cast_kernel, signature, own, config.warps)

@@ -11,22 +11,18 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
 from octavo.kernels.rotary.cast import plain_backward
 from octavo.kernels.tile_cast import TileCast
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
-from octavo.quant.block import Block1D, Block2D
 from octavo.quant.quantizer import Quantizer
-from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import is_transposable, store_given_scale, transposes_codes
-from octavo.quant.tile import Config, Variant, tile_index
+from octavo.quant.tensorwise.triton import store_given_scale, transposes_codes
+from octavo.quant.tile import Config, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
 TURNS = 4  # tiles of a program: 0.139 ms for 8192 x 12288 on an H200, and 0.157 with one
-STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
 
 
 @gluon.jit
@@ -139,26 +135,3 @@ def _cast_launch(
     own = _constants(spec, dtype, channels, config, turns, transpose_codes)
     strip = config._replace(columns=turns * config.columns)
     return Launch(_cast_kernel, tile.tiles(sizes[:2], strip), sizes, num_warps=config.warps, **own)
-
-
-def variants() -> list[Variant]:
-    given, rows, square, half = Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32"), torch.bfloat16
-    found = [_variant(spec, dtype) for spec in (given, rows, square) for dtype in (half, torch.float16)]
-    return [
-        *found,
-        _variant(given, torch.float32),
-        _variant(given, half, channels=64),
-        _variant(given, half, column=False),
-    ]
-
-
-def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: bool = True) -> Variant:
-    config, pointer = tile_casts.fitting(CONFIGS, spec), tile.POINTERS[dtype]
-    there, fixed = tile_casts.signature(spec, column=column)
-    there |= dict.fromkeys(("dq", "dk", "dv"), pointer) | {"own": "*fp32", "other": "*fp32"}
-    there |= dict.fromkeys(("M", "K", "T", "H", "S", *STRIDES), "i32")
-    fixed |= _constants(spec, dtype, channels, config, TURNS, is_transposable(config))
-    own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
-    signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
-    title = f"rotary gradient {dtype} to {spec}{'' if column else ', row alone'}, {channels} channels {config}"
-    return Variant(title, _cast_kernel, signature, own, config.warps)
