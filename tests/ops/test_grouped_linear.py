@@ -74,7 +74,7 @@ def test_sums_accumulate_as_the_recipe_says(recipe, fprop, dgrad, monkeypatch):
 @every
 @pytest.mark.parametrize("how", ["add", "overwrite"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_main_grad(recipe, how, compiled):
+def test_dw_is_added_to_main_grad_or_overwrites_it(recipe, how, compiled):
     torch._dynamo.reset()
     model = experts(recipe, fuse_wgrad_accumulation=True)
     plain = experts(recipe)
@@ -91,7 +91,7 @@ def test_main_grad(recipe, how, compiled):
 
 @every
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_frozen_parts(recipe, frozen):
+def test_frozen_parts_get_no_gradient(recipe, frozen):
     splits = torch.tensor((30, 0, 12, 5))
     model, twin = experts(recipe), experts(recipe)
     x, dy = batch(splits.tolist())
