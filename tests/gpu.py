@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.fast import function_of
+
 ROOT = Path(__file__).parent.parent
 COSTS = Path(__file__).with_name("gpu_costs.json")
 KERNELS = ROOT / "build" / "triton"  # a run finds what earlier ones compiled
@@ -41,11 +43,6 @@ ATTEMPTS = 3  # workers that may die before their first test
 
 Costs = dict[str, float]
 Unit = list[int]
-
-
-def function_of(test: str) -> str:
-    """The id of a test without its parameters."""
-    return test.split("[")[0]
 
 
 def file_of(test: str) -> str:

@@ -168,7 +168,7 @@ def test_operations_by_their_names_there():
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_files(tmp_path, suffix):
+def test_both_kinds_of_files_load(tmp_path, suffix):
     state, _ = saved()
     path = tmp_path / f"model.{suffix}"
     torch.save(state, path) if suffix == "pt" else save_file(state, path)

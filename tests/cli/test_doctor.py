@@ -38,7 +38,7 @@ def test_every_recipe_runs_on_a_gpu(capsys):
     assert set(report["recipes"]) == set(recipes.SHIPPED)
 
 
-def test_fits_a_screen(capsys):
+def test_the_table_fits_a_screen(capsys):
     main(["doctor", "--device", "cpu"])
     assert len(capsys.readouterr().out.splitlines()) <= 24
 

@@ -1,5 +1,7 @@
 """Split layers whose group has one rank: the plain layers' calls, graphs and bits, and nothing is sent."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from octavo.communication import collectives
 from octavo.communication.groups import size_of
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
+from tests.support.training import seeded
 
 M, K, N = 64, 128, 64
 MODES = (("column", False), ("column", True), ("row", False), ("row", True))
@@ -30,9 +33,7 @@ def group(monkeypatch):
         dist.destroy_process_group()
 
 
-def linear(recipe, **settings):
-    torch.manual_seed(0)
-    return octavo.Linear(K, N, dtype=torch.bfloat16, recipe=recipe, **settings)
+linear = partial(seeded, octavo.Linear, K, N, dtype=torch.bfloat16)
 
 
 def block(kind, group):
@@ -101,9 +102,9 @@ SAMPLE = ("fp8-delayed", "fp8-block")
 @pytest.mark.parametrize("recipe", [r if r in SAMPLE else pytest.param(r, marks=pytest.mark.slow) for r in SHIPPED])
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_a_linear_is_the_plain_one(group, recipe, mode, sequence):
-    plain = linear(recipe)
+    plain = linear(recipe=recipe)
     again = mode == "column" and sequence
-    split = linear(recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=group, gather_again=again)
+    split = linear(recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=group, gather_again=again)
     x = torch.randn(M, K).bfloat16()
     compare((plain, plain), (split, split), x)
     for layer in (plain, split):
@@ -125,13 +126,13 @@ def test_layers_of_one_rank_fuse_as_plain_ones_do(group, kind):
 
 
 def test_explain_says_of_a_layer_that_it_is_not_split(group):
-    split = linear("fp8-block", parallel_mode="column", sequence_parallel=True, tp_group=group)
+    split = linear(recipe="fp8-block", parallel_mode="column", sequence_parallel=True, tp_group=group)
     (explanation,) = octavo.explain(torch.nn.Sequential(split), torch.ones(M, K)).layers
     assert explanation.parallel == ""
 
 
 def test_a_linear_whose_group_is_gone_says_so(group):
-    split = linear("fp8-block", parallel_mode="column", tp_group=group)
+    split = linear(recipe="fp8-block", parallel_mode="column", tp_group=group)
     grouped = octavo.GroupedLinear(2, K, N, parallel_mode="row", tp_group=group)
     dist.destroy_process_group()
     for call in (lambda: split(torch.ones(M, K)), lambda: grouped(torch.ones(M, K), [M, 0])):

@@ -255,7 +255,7 @@ def test_a_checkpoint_of_the_modules_loads_into_the_block():
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
-def test_main_grad(overwrite):
+def test_a_block_adds_dw_to_main_grad_or_overwrites_it(overwrite):
     block, twin, (x, dy) = mlp_block(), mlp_block(), batch()
     for op in block.modules():
         if isinstance(op, octavo.Linear):

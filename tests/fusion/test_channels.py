@@ -419,7 +419,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("build", COMPILED.values(), ids=COMPILED)
-def test_compiled_channels(build):
+def test_a_graph_passes_extra_tensors_through_channels(build):
     model = build()
     twin, call = copy.deepcopy(model), compiled(model)
     for seed in range(2):

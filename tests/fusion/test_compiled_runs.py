@@ -162,7 +162,7 @@ def test_a_frozen_weight_compiled():
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current"])
-def test_inductor_too(recipe):
+def test_inductor_gives_the_bits_of_eager(recipe):
     model = mlp(recipe)
     twin, call = copy.deepcopy(model), compiled(model, "inductor")
     for seed in range(2):
@@ -391,7 +391,7 @@ def test_autocasts_nest_either_way(recipe, ours_first):
     assert_equal(found, under(plain))
 
 
-def test_autocasts_compiled():
+def test_a_graph_of_a_run_follows_both_autocasts():
     model = mlp(None)
     twin, (x, dy) = copy.deepcopy(model), batch()
 

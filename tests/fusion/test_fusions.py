@@ -131,7 +131,7 @@ def test_any_leading_dims(name, lead):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_tokens(name):
+def test_a_fused_run_takes_no_tokens(name):
     model = build(name, "fp8-current")
     inputs, dys = data(model, (0,))
     found = step(model, inputs, dys)
@@ -380,7 +380,7 @@ def test_deferred_weight_gradients(name, recipe, main_grad):
 
 @elsewhere
 @pytest.mark.parametrize("which", ["weights", "input", "all but the last parameter"])
-def test_frozen_parts(name, which):
+def test_fused_runs_give_no_gradient_to_frozen_parts(name, which):
     model = build(name, "fp8-current")
     if which == "weights":
         for op in linears(model):

@@ -109,7 +109,7 @@ def test_any_number_of_groups_with_and_without_a_tail(groups, spare):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @recipes(["fp8-delayed", "fp8-block"])
-def test_dtypes(recipe, dtype):
+def test_a_fused_grouped_mlp_has_the_bits_of_its_layers_in_every_dtype(recipe, dtype):
     model = mlp(recipe, dtype=dtype)
     (x, of, probs, again), dy = batch(dtype=dtype)
     assert_alike(model, (x, of, probs, again), dy)
@@ -242,7 +242,7 @@ def test_settings_of_the_layers(recipe, settings):
 
 @pytest.mark.parametrize("frozen", [(0,), (2,), (0, 2)], ids=str)
 @recipes(["fp8-delayed", "fp8-block"])
-def test_frozen_experts(recipe, frozen):
+def test_frozen_experts_get_no_gradient(recipe, frozen):
     model = mlp(recipe)
     for i in frozen:
         model[i].requires_grad_(False)

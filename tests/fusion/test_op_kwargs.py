@@ -310,7 +310,7 @@ def test_an_operation_that_is_there_twice_has_the_sum_of_both_gradients():
     assert torch.equal(dgain, torch.full((H,), 4 * 3 * 16.0))
 
 
-def test_both_places_at_once():
+def test_an_operation_in_two_places_takes_the_keywords_of_each():
     op = Powered(H)
     model, x = octavo.Sequential(op, op), torch.ones(4, H)
     found = model(x, op_kwargs={0: {"factor": torch.tensor(2.0)}, 1: {"factor": torch.tensor(5.0)}})
@@ -320,7 +320,7 @@ def test_both_places_at_once():
 # -- under a compiler --------------------------------------------------------------------------------------------------
 
 
-def test_compiled_keywords():
+def test_a_graph_takes_keywords_of_an_operation():
     model = powered()
     twin, call = copy.deepcopy(model), compiled(model)
     for seed in range(2):
@@ -331,7 +331,7 @@ def test_compiled_keywords():
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
-def test_compiled_buffers(recipe):
+def test_a_graph_takes_buffers_of_an_operation(recipe):
     model, (out, room), (dgrad, _) = experts(recipe), buffers(), buffers()
     twin = copy.deepcopy(model)
     given = {-1: {OUT: out}, 0: {DGRAD: dgrad}}

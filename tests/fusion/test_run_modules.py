@@ -104,7 +104,7 @@ def test_a_forward_of_somebody_elses_is_called():
     assert any("forward is not Octavo's" in why for why in model.explain(rows()).alone)
 
 
-def test_threads():
+def test_threads_get_the_bits_of_one_thread():
     model, (x, dy), wrong = mlp("fp8-current"), batch(), []
     want = step(copy.deepcopy(model), x, dy)[:2]
 

@@ -43,7 +43,7 @@ def test_values_that_are_no_numbers_and_extreme_ones_end_up_where_they_do_unfuse
 
 @every
 @pytest.mark.parametrize("where", ["x", "dy"])
-def test_nothing_but_zeros(recipe, where):
+def test_zeros_of_x_or_dy_fuse_with_the_same_bits(recipe, where):
     x, dy = batch()
     assert_unfused(residual(recipe), 0 * x if where == "x" else x, 0 * dy if where == "dy" else dy)
 

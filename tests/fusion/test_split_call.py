@@ -56,7 +56,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_gives_the_bits_of_autograd(kind, recipe):
+def test_a_split_call_gives_the_bits_of_autograd(kind, recipe):
     torch.manual_seed(0)
     layer, extra = LAYERS[kind](recipe)
     own = copy.deepcopy(layer)
@@ -71,7 +71,7 @@ def test_gives_the_bits_of_autograd(kind, recipe):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_gives_the_same_bits_in_a_graph(kind, recipe):
+def test_a_split_call_gives_the_same_bits_in_a_graph(kind, recipe):
     torch.manual_seed(0)
     layer, extra = LAYERS[kind](recipe)
     for _ in range(2):

@@ -257,7 +257,7 @@ def check(seed: int, device: str = "cpu", nonfinite: bool = False) -> None:
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample():
+def test_a_sample_of_drawn_layers_agrees_with_the_oracle():
     for seed in range(FAST):
         check(seed)
 
@@ -270,7 +270,7 @@ def test_a_sample_that_is_not_finite():
 @pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", [False, True], ids=["finite", "nonfinite"])
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_many(chunk, nonfinite):
+def test_drawn_layers_agree_with_the_oracle(chunk, nonfinite):
     for seed in range(FAST + chunk * CHUNK, FAST + (chunk + 1) * CHUNK):
         check(seed, nonfinite=nonfinite)
 

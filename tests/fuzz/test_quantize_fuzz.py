@@ -154,7 +154,7 @@ def test_the_oracles_formats_are_those_of_ml_dtypes(name):
     np.testing.assert_array_equal(fmt.encode(x), x.astype(other).view(np.uint8))
 
 
-def test_a_sample():
+def test_a_sample_of_drawn_casts_agrees_with_the_oracle():
     for seed in range(FAST):
         check(seed)
 
@@ -167,7 +167,7 @@ def test_a_sample_that_is_not_finite():
 @pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", [False, True], ids=["finite", "nonfinite"])
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_many(chunk, nonfinite):
+def test_drawn_casts_agree_with_the_oracle(chunk, nonfinite):
     for seed in range(FAST + chunk * CHUNK, FAST + (chunk + 1) * CHUNK):
         check(seed, nonfinite=nonfinite)
 

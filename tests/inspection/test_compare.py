@@ -171,6 +171,6 @@ def test_the_page_has_the_order_of_the_text_and_answers():
         (lambda: octavo.compare(frozen(), batches(), "mxfp8", "nvfp4"), "No output of the model takes a gradient"),
     ],
 )
-def test_refusals(call, says):
+def test_compare_refuses_in_a_sentence(call, says):
     with pytest.raises(UnsupportedConfig, match=says):
         call()

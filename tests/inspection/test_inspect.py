@@ -377,7 +377,7 @@ def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):
         (lambda: octavo.inspect(pair(), every=0), "an int from 1 up, got 0"),
     ],
 )
-def test_refusals(call, says):
+def test_inspect_refuses_in_a_sentence(call, says):
     with pytest.raises(UnsupportedConfig, match=says):
         call()
 

@@ -178,7 +178,7 @@ def _sent(group, rank, recipe, mode, sequence):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-block"])
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
-def test_nothing_more_is_sent(ranks, recipe, mode, sequence):
+def test_inspection_sends_nothing_between_ranks(ranks, recipe, mode, sequence):
     for inspected, plain in ranks.run(_sent, recipe, mode, sequence, size=2):
         assert inspected == plain != []
 

@@ -87,7 +87,7 @@ def test_clamps_stop_gradients(limit, offset):
 
 @pytest.mark.parametrize("betas", [(4.0, 25.0), (3.0, 12.0), (0.5, 0.25), (1e-30, 1e30)])
 @pytest.mark.parametrize("extra", [{}, {"limit": 0.75}, {"offset": 1.0}], ids=str)
-def test_soft_bounds(betas, extra):
+def test_the_soft_bounds_of_situ_hold_below_at_and_above_them(betas, extra):
     """Below, at and far above the bounds; with a clamp before them, and an offset after."""
     fn = ACTIVATIONS["situglu"]._replace(alpha=betas[0], beta=betas[1], **extra)
     x, dy = data(9, 64), data(9, 32, seed=1)
@@ -127,7 +127,7 @@ def test_strides_do_not_matter(name):
 
 @every
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
-def test_nothing_gives_nothing(name, shape):
+def test_an_empty_tensor_gives_an_empty_tensor(name, shape):
     fn = ACTIVATIONS[name]
     m, h = shape
     x, scales = torch.randn(m, h * sizes(fn)), torch.randn(m)

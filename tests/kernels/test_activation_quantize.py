@@ -161,7 +161,7 @@ def test_no_amax_is_returned_where_a_multiplier_is_given_or_blocks_have_scales()
 
 @every
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
-def test_nothing_gives_nothing(name, shape):
+def test_an_empty_tensor_gives_empty_codes(name, shape):
     fn = ACTIVATIONS[name]
     x, dy, extra = operands(fn, *shape, torch.bfloat16)
     check_forward(fn, x, extra, Tensorwise())

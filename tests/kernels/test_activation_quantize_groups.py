@@ -227,7 +227,7 @@ def test_amaxes_of_groups_are_observed():
     assert torch.equal(target.cast_args.running_amax, want)
 
 
-def test_vectors_alone():
+def test_gradients_of_bias_and_scales_need_no_codes_of_dx():
     """Gradients of bias and scales where no codes of dx are wanted; the groups come with an empty target."""
     case = Case(ACTIVATIONS["swiglu"], [3, 0, 6], 32)
     nothing = TileCast(cast_args=CastArgs(groups=case.groups))

@@ -15,7 +15,7 @@ device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=py
 @device
 @dtypes
 @shapes
-def test_sums(shape, dtype, device):
+def test_column_sums_are_near_the_exact_ones(shape, dtype, device):
     x = data(*shape, dtype=dtype).to(device)
     exact, size = x.double().sum(0), x.double().abs().sum(0)
     for out in (torch.float32, torch.bfloat16):

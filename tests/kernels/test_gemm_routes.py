@@ -198,7 +198,7 @@ def test_accumulates_into_a_float32_out(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_nothing_to_multiply(name):
+def test_products_without_rows_columns_or_contraction(name):
     for shape in ((0, 16, 32), (16, 0, 32)):
         assert gemm(*operands(PAIRS[name], shape)).shape == shape[:2]
     y = gemm(*operands(PAIRS[name], (16, 32, 0)), bias=torch.ones(32, device="cuda", dtype=torch.bfloat16))

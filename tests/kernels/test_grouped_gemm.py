@@ -317,7 +317,7 @@ def test_sums_of_scaled_rows_and_products_with_the_bias(sizes):
         assert found.shape == (rows,) and not found[sum(sizes) :].any()
 
 
-def test_nothing_at_all():
+def test_no_rows_or_features_give_empty_products():
     for sizes, n, k in (([0], 48, 32), ([0, 0], 48, 32), ([0], 0, 32), ([3, 4], 0, 32)):
         found = layer(sizes, n, k, spare=0, height=128)
         assert fprop(found).shape == (sum(sizes), n)
@@ -366,7 +366,7 @@ def test_plain_operands_of_two_dtypes_are_refused():
         grouped_gemm.plain_wgrad(randn(8, 4), randn(8, 4), torch.zeros(2, 4, 4).transpose(1, 2), groups)
 
 
-def test_routes():
+def test_a_cpu_takes_the_reference_for_every_scheme():
     cpu = torch.device("cpu")
     for fine, coarse, _ in (BLOCKS, *OTHERS.values()):
         assert grouped_gemm.route(fine, coarse, cpu) == "reference"
@@ -1058,7 +1058,7 @@ every_step = pytest.mark.parametrize("scheme", STEPS.values(), ids=STEPS)
 
 @pytest.mark.gpu
 @every_step
-def test_nothing_waits_for_the_device(scheme):
+def test_a_product_never_waits_for_the_device(scheme):
     step = Step(scheme=scheme)
     step()  # compiles
     step.change([300, 0, 212, 400])

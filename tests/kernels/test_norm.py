@@ -98,7 +98,7 @@ def test_strides_do_not_matter(name):
 
 
 @every
-def test_no_rows(name):
+def test_a_norm_of_no_rows_is_empty(name):
     norm = NORMS[name]
     x, dy, weight, bias = operands(norm, 0, 8)
     y, dx, dw, db = both_ways(norm, x, dy, weight, bias)

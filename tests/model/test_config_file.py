@@ -42,7 +42,7 @@ def check(converted):
     assert type(converted["out"]) is nn.Linear and not first.keep_weight_codes
 
 
-def test_toml(tmp_path):
+def test_a_toml_file_converts_a_model(tmp_path):
     (tmp_path / "octavo.toml").write_text(TOML)
     converted = model()
     report = octavo.from_config(converted, tmp_path / "octavo.toml")
@@ -50,7 +50,7 @@ def test_toml(tmp_path):
     assert report.shares()["converted"].layers == 2
 
 
-def test_yaml(tmp_path):
+def test_a_yaml_file_converts_a_model(tmp_path):
     pytest.importorskip("yaml")
     (tmp_path / "axolotl.yaml").write_text(YAML)
     converted = model()

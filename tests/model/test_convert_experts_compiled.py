@@ -11,7 +11,7 @@ from tests.support.dispatched_experts import PACKAGE, Config, Gated, call, gradi
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_one_graph_computes_the_same(recipe, fresh_compiler, monkeypatch):
+def test_a_graph_of_converted_experts_computes_what_eager_does(recipe, fresh_compiler, monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, package())
     both = []
     for _ in range(2):

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
+from tests.support.convertible_models import skipped
 from tests.support.linear_oracle import assert_same, check, spiky
 from tests.support.state_tensors import state_tensors
 
@@ -98,10 +99,6 @@ class Asked(Language):
 class Headless(Language):
     def get_output_embeddings(self):
         raise NotImplementedError("no head here")
-
-
-def left(report):
-    return {row.path: row.reason for row in report if row.route == "skipped"}
 
 
 # -- the report names everything that holds a matrix -----------------------------------------------------------------
@@ -348,7 +345,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_named_and_can_be_forced():
     ):
         octavo.convert(model, "fp8-current")
     with pytest.warns(UserWarning, match="nothing to convert"):
-        assert left(octavo.convert(model, "fp8-current", strict=False)) == {"a": "cannot be converted"}
+        assert skipped(octavo.convert(model, "fp8-current", strict=False)) == {"a": "cannot be converted"}
     with pytest.raises(UnsupportedConfig, match="whose own forward"):
         octavo.convert(model, "fp8-current", policy=lambda path, module: True)  # a filter forces nothing
     octavo.convert(model, "fp8-current", policy=lambda path, module: "fp8-block")
@@ -419,7 +416,7 @@ def test_a_class_that_refuses_subclasses_is_refused():
 def test_exclude_takes_names_globs_and_classes(exclude, gone):
     model = Language()
     report = octavo.convert(model, "fp8-current", exclude=exclude)
-    assert {path for path, reason in left(report).items() if reason == "excluded"} == gone
+    assert {path for path, reason in skipped(report).items() if reason == "excluded"} == gone
     assert all(type(dict(model.named_modules())[path]) is nn.Linear for path in gone)
 
 
@@ -507,12 +504,12 @@ def test_layers_as_wide_as_there_are_positions_are_no_heads(name):
     """1024 positions, and 1024 channels of keys and values."""
     blocks = nn.ModuleList(nn.ModuleDict({"kv": nn.Linear(32, 64), "o": nn.Linear(32, 32)}) for _ in range(2))
     model = nn.ModuleDict({name: nn.Embedding(64, 32), "blocks": blocks, "input": nn.Linear(8, 64)})
-    assert left(octavo.convert(model, "fp8-current")) == {name: "embedding"}
+    assert skipped(octavo.convert(model, "fp8-current")) == {name: "embedding"}
 
 
 def test_a_head_outside_of_a_module_that_names_its_own():
     model = nn.ModuleDict({"encoder": Asked(), "tokens": nn.Embedding(90, 32), "lm_head": nn.Linear(32, 90)})
-    reasons = left(octavo.convert(model, "fp8-current"))
+    reasons = skipped(octavo.convert(model, "fp8-current"))
     assert {path for path, reason in reasons.items() if reason == "output head"} == {"encoder.after", "lm_head"}
 
 
@@ -526,7 +523,7 @@ def test_positions_are_no_vocabulary():
             "head": nn.Linear(32, 65),
         }
     )
-    assert left(octavo.convert(model, "fp8-current")) == {
+    assert skipped(octavo.convert(model, "fp8-current")) == {
         "tokens": "embedding", "positions": "embedding", "head": "output head",
     }  # fmt: skip
 
@@ -541,7 +538,7 @@ def test_factors_of_adapters_stay_in_high_precision():
     )
     for argument, gone in (({}, {"lora_A.default", "lora_B.default"}), ({"high_precision": "head"}, set())):
         report = octavo.convert(copy.deepcopy(layer), "fp8-current", **argument)
-        assert {path for path, reason in left(report).items() if reason == "adapter"} == gone
+        assert {path for path, reason in skipped(report).items() if reason == "adapter"} == gone
 
 
 class TopKRouter(nn.Module):
@@ -565,9 +562,9 @@ def test_routers_stay_in_high_precision():
     )
     report = octavo.convert(copy.deepcopy(model), "fp8-current")
     routers = {"moe.router.gate", "mlp.gate", "mlp.shared_expert_gate", "theirs"}
-    assert {path for path, reason in left(report).items() if reason == "router"} == routers
+    assert {path for path, reason in skipped(report).items() if reason == "router"} == routers
     report = octavo.convert(model, "fp8-current", high_precision=("head", "adapters"))
-    assert {path for path, reason in left(report).items() if reason == "router"} == {"theirs"}
+    assert {path for path, reason in skipped(report).items() if reason == "router"} == {"theirs"}
 
 
 def test_a_head_is_found_where_its_size_is_also_a_width():
@@ -576,7 +573,7 @@ def test_a_head_is_found_where_its_size_is_also_a_width():
     model = nn.ModuleDict(
         {"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.ModuleDict(block)]), "lm_head": nn.Linear(32, 64)}
     )
-    assert left(octavo.convert(model, "fp8-current")) == {"embed": "embedding", "lm_head": "output head"}
+    assert skipped(octavo.convert(model, "fp8-current")) == {"embed": "embedding", "lm_head": "output head"}
 
 
 def test_tables_and_parametrizations_are_no_experts():
@@ -744,7 +741,7 @@ def test_a_shared_layer_is_excluded_by_all_its_paths():
 
 def test_a_path_with_characters_of_a_glob():
     model = nn.ModuleDict({"[x]": nn.Linear(8, 8), "x": nn.Linear(8, 8)})
-    assert left(octavo.convert(model, "fp8-current", exclude="[x]")) == {"[x]": "excluded"}
+    assert skipped(octavo.convert(model, "fp8-current", exclude="[x]")) == {"[x]": "excluded"}
 
 
 def test_a_forward_that_a_removed_hook_left_behind_is_no_obstacle():

@@ -48,7 +48,7 @@ def test_results_are_near_the_modules_own_in_float64(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
-def test_one_graph_computes_the_same(recipe, fresh_compiler):
+def test_a_graph_of_converted_experts_computes_what_eager_does(recipe, fresh_compiler):
     eager, module = experts(), experts()
     for one in (eager, module):
         octavo.convert(one, recipe)

@@ -88,7 +88,7 @@ def test_copies_pickles_and_revert(name):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "flat", "equal rows"])
-def test_one_graph_computes_the_same(name, fresh_compiler):
+def test_a_graph_of_converted_experts_computes_what_eager_does(name, fresh_compiler):
     eager, module = made(name), made(name)
     for one in (eager, module):
         octavo.convert(one, "fp8-current")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import octavo
+from tests.support.convertible_models import skipped
 
 
 class Classifier(nn.Module):
@@ -17,10 +18,6 @@ class Classifier(nn.Module):
 
 def edges(path, module):
     return "bf16" if path in ("layers.0.up", "layers.5.up") else None
-
-
-def left(report):
-    return {row.path: row.reason for row in report if row.route == "skipped"}
 
 
 def test_blocks_are_named_where_their_recipes_differ():
@@ -45,11 +42,11 @@ def test_tables_are_no_part_of_the_weights_that_are_multiplied():
 
 @pytest.mark.parametrize("name", ["classifier", "score", "qa_outputs", "proj_out", "proj_out_2"])
 def test_the_last_layer_is_a_head_by_its_name(name):
-    assert left(octavo.convert(Classifier(name), "fp8-current")) == {"embed": "embedding", name: "output head"}
+    assert skipped(octavo.convert(Classifier(name), "fp8-current")) == {"embed": "embedding", name: "output head"}
 
 
 def test_another_last_layer_is_converted():
-    assert left(octavo.convert(Classifier("after"), "fp8-current")) == {"embed": "embedding"}
+    assert skipped(octavo.convert(Classifier("after"), "fp8-current")) == {"embed": "embedding"}
 
 
 def test_conditioning_stays_in_high_precision():
@@ -60,7 +57,7 @@ def test_conditioning_stays_in_high_precision():
 
     block = nn.ModuleDict({"norm1": AdaLayerNormZero(), "up": nn.Linear(32, 32), "adaLN_modulation": nn.Linear(32, 64)})
     model = nn.ModuleDict({"time_embed": nn.Sequential(nn.Linear(16, 32)), "blocks": nn.ModuleList([block])})
-    found = left(octavo.convert(model, "fp8-current"))
+    found = skipped(octavo.convert(model, "fp8-current"))
     assert found == dict.fromkeys(
         ["time_embed.0", "blocks.0.norm1.linear", "blocks.0.adaLN_modulation"], "conditioning"
     )
@@ -69,7 +66,7 @@ def test_conditioning_stays_in_high_precision():
 def test_small_layers_stay_if_asked():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 24), nn.Linear(24, 512))
     report = octavo.convert(model, "fp8-current", high_precision=("head", "small"))
-    assert left(report) == {"1": "small", "2": "small"}
+    assert skipped(report) == {"1": "small", "2": "small"}
     assert "24 is below the 512 inputs and outputs" in report.rows[1].why
 
 

@@ -10,7 +10,7 @@ from tests.support.contract_checks import check_backward, check_forward, wants
 
 @pytest.mark.parametrize("extra", ["float32", "bfloat16"])
 @pytest.mark.parametrize("grads", ["", "dx", "dextra", "dx dextra"])
-def test_contract(grads, extra):
+def test_the_add_layer_keeps_the_contract(grads, extra):
     config = Config("bfloat16", extra, **wants(grads))
     x, other = torch.randn(3, 8).bfloat16(), torch.randn(3, 8, dtype=DTYPES[extra])
     inputs = Inputs(x, other)

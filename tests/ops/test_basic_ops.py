@@ -190,7 +190,7 @@ def test_situglu_between_casts(betas, interleave, recipe):
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, -2.5, 3.5, 2])
 @pytest.mark.parametrize("shape", [(), (1, 13), (4, 4, 2)], ids=str)
-def test_constant_scale(scale, shape):
+def test_constant_scale_multiplies_x_and_dy(scale, shape):
     x = torch.randn(shape, requires_grad=True)
     y = ops.ConstantScale(scale)(x)
     assert torch.equal(y, x * scale)
@@ -269,7 +269,7 @@ def test_autocast_changes_nothing(name):
 @pytest.mark.parametrize(
     ("shape", "to"), [((1, 2, 3, 4), (2, 12)), ((5, 4, 3, 2), (-1, 6)), ((30,), (2, 3, -1)), ((6, 7), (3, -1, 7))]
 )
-def test_views(shape, to):
+def test_a_view_shares_the_memory_of_x(shape, to):
     x = torch.randn(shape, requires_grad=True)
     y = ops.Reshape(to)(x)
     assert torch.equal(y, x.reshape(to))
@@ -448,7 +448,7 @@ def test_what_needs_no_input_keeps_none():
 
 @pytest.mark.parametrize("p", [0.0, 0.0625, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("shape", [(101,), (2, 4, 16), (128, 128)], ids=str)
-def test_dropout(p, shape):
+def test_dropout_drops_the_same_elements_in_both_directions(p, shape):
     op = ops.Dropout(p)
     x = torch.rand(shape) + 1
     x.requires_grad_()
@@ -582,7 +582,7 @@ def test_compiled_is_eager_bit_for_bit_in_one_node_each_way(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["swiglu", "layer norm"])
-def test_inductor_too(name):
+def test_inductor_gives_the_bits_of_eager(name):
     op = make(name)
     twin, call = copy.deepcopy(op), compiled(op, backend="inductor")
     for seed in (0, 5):

@@ -59,7 +59,7 @@ def test_a_byte_for_each_element_is_kept(kind):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-delayed"])
-def test_it_stands_between_linears_and_fuses_with_none(recipe):
+def test_the_activation_stands_between_linears_and_fuses_with_none(recipe):
     def block(cached):
         torch.manual_seed(0)
         return octavo.Sequential(
@@ -77,7 +77,7 @@ def test_it_stands_between_linears_and_fuses_with_none(recipe):
     assert not {"activation-linear", "mlp"} & set(cached.explain(x.requires_grad_()).fired)
 
 
-def test_it_may_be_set_and_copied():
+def test_the_setting_may_be_assigned_and_copied():
     op = ops.SwiGLU()
     op.cache_quantized_input = True
     assert "cache_quantized_input=True" in repr(op)

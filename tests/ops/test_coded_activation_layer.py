@@ -24,7 +24,7 @@ def case(name, grads, dtype=torch.float32):
 
 @pytest.mark.parametrize("grads", ["", "dx", "ds", "db", "dx ds db"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_contract(name, grads):
+def test_the_coded_activation_layer_keeps_the_contract(name, grads):
     config, inputs = case(name, grads)
     made = check_forward(layer, config, inputs)
     dy = torch.randn(shape_of_y(config, (*LEAD, WIDTH)))

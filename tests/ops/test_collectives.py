@@ -124,7 +124,7 @@ def found(ranks):
     return ranks.run(_both, size=2)
 
 
-def test_two_processes(found):
+def test_two_processes_exchange_values_and_gradients(found):
     xs = [2 * (torch.arange(8.0).view(4, 2) + 10 * rank) for rank in (0, 1)]
     ones = torch.ones(4, 2)
     halves = torch.cat([ones[:2], 2 * ones[2:]])  # dy is 1 in the first process and 2 in the second

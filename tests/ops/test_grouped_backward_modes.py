@@ -75,7 +75,7 @@ def test_rows_of_the_tail_are_not_read(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("option", ["main_grad", "deferred", "a weight for each group", "a cached weight", "codes"])
-def test_other_options(mode, option):
+def test_backward_modes_combine_with_other_options(mode, option):
     recipe, sizes = f"fp8-block(backward={mode!r})", torch.tensor(SIZES)
     plain, x, dy = layer_in(recipe), spiky(ROWS, K), spiky(ROWS, N, seed=5)
     y, dx, dw, _ = step(plain, x, dy, m_splits=sizes)

@@ -155,7 +155,7 @@ def test_compiled_weight_cache_by_a_flag_on_the_device(recipe):
 
 
 @grid(SAMPLE, given=GIVEN[::-1])
-def test_compiled_buffers(recipe, given):
+def test_a_graph_writes_into_the_callers_buffers(recipe, given):
     layer, twin = experts(recipe), experts(recipe)
     buffers = {n: torch.full((ROWS, N if n == "out" else K), 7.0) for n in given}
     call = compiled(layer)

@@ -1,6 +1,7 @@
 """GroupedLinear: each group as if it were alone, sizes that stay on the device, a tail that nobody reads."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.kernels import grouped_gemm
-from tests.support.experts import assert_steps
+from tests.support.experts import Alone, assert_steps, batch, step
+from tests.support.experts import experts as experts_of
 from tests.support.linear_oracle import assert_same, spiky
 from tests.support.waiting import no_waiting
 
@@ -19,51 +21,15 @@ SPLITS = ((65, 128, 0, 97), (0, 1, 2, 300), (15, 1, 1011, 0), (0, 0, 0, 0), (128
 every = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def experts(recipe, groups=4, k=48, n=40, seed=0, **settings):
-    torch.manual_seed(seed)
-    return octavo.GroupedLinear(groups, k, n, recipe=recipe, **settings)
-
-
-def batch(splits, spare=7, k=48, n=40, seed=1, dtype=torch.float32, poison=float("nan")):
-    """x and dy with a poisoned tail."""
-    rows = sum(splits) + spare
-    x, dy = spiky(rows, k, seed=seed, dtype=dtype), spiky(rows, n, seed=seed + 50, dtype=dtype)
-    for t in (x, dy):
-        t[sum(splits) :] = poison
-    return x, dy
-
-
-def step(call, model, x, dy, splits):
-    """Output and every gradient."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = call(x, splits)
-    y.backward(dy)
-    bias = None if model.bias is None else model.bias.grad.clone()
-    return {"y": y.detach(), "dx": x.grad, "dw": model.weight.grad.clone(), "db": bias}
+experts = partial(experts_of, groups=4)
 
 
 @every
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_group_is_a_linear_of_its_own(recipe, splits, dtype):
-    model = experts(recipe, dtype=dtype)
-    x, dy = batch(splits, dtype=dtype)
-    found, first = step(model, model, x, dy, torch.tensor(splits)), 0
-    for g, size in enumerate(splits):
-        alone = octavo.Linear(48, 40, recipe=recipe, dtype=dtype)
-        with torch.no_grad():
-            alone.weight.copy_(model.weight[g])
-            alone.bias.copy_(model.bias[g])
-        rows = slice(first, first + size)
-        leaf = x[rows].clone().requires_grad_()
-        y = alone(leaf)
-        y.backward(dy[rows])
-        assert_same(found["y"][rows], y.detach(), f"y of {g}")
-        assert_same(found["dx"][rows], leaf.grad, f"dx of {g}")
-        assert_same(found["dw"][g], alone.weight.grad, f"dw of {g}")
-        assert_same(found["db"][g], alone.bias.grad, f"db of {g}")
-        first += size
+    model, (x, dy) = experts(recipe, dtype=dtype), batch(splits, dtype=dtype)
+    assert_steps(step(model, x, dy, splits), Alone(model, recipe).step(x, dy, splits))
 
 
 @every
@@ -75,7 +41,7 @@ def test_compiled_is_eager_bit_for_bit_in_one_graph(recipe):
     call = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for i, splits in enumerate(((30, 0, 12, 5), (1, 2, 3, 4), (200, 100, 0, 0))):
         x, dy = batch(splits, spare=5 + i, seed=i)
-        assert_steps(step(call, model, x, dy, torch.tensor(splits)), step(twin, twin, x, dy, torch.tensor(splits)))
+        assert_steps(step(model, x, dy, splits, call=call), step(twin, x, dy, splits))
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -101,20 +67,20 @@ def test_sums_accumulate_as_the_recipe_says(recipe, fprop, dgrad, monkeypatch):
 
     monkeypatch.setattr(grouped_gemm, "rows", recording)
     model, splits = experts(recipe), (30, 0, 12, 5)
-    step(model, model, *batch(splits), torch.tensor(splits))
+    step(model, *batch(splits), splits)
     assert seen == {"rows": fprop, "columns": dgrad}
 
 
 @every
 @pytest.mark.parametrize("how", ["add", "overwrite"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_main_grad(recipe, how, compiled):
+def test_dw_is_added_to_main_grad_or_overwrites_it(recipe, how, compiled):
     torch._dynamo.reset()
     model = experts(recipe, fuse_wgrad_accumulation=True)
     plain = experts(recipe)
     splits = (30, 0, 12, 5)
     x, dy = batch(splits)
-    want = step(plain, plain, x, dy, torch.tensor(splits))["dw"]
+    want = step(plain, x, dy, splits)["dw"]
     model.weight.main_grad = torch.full((4, 40, 48), 0.5 if how == "add" else float("nan"))
     model.weight.overwrite_main_grad = how == "overwrite"
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
@@ -125,11 +91,11 @@ def test_main_grad(recipe, how, compiled):
 
 @every
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_frozen_parts(recipe, frozen):
+def test_frozen_parts_get_no_gradient(recipe, frozen):
     splits = torch.tensor((30, 0, 12, 5))
     model, twin = experts(recipe), experts(recipe)
     x, dy = batch(splits.tolist())
-    want = step(twin, twin, x, dy, splits)
+    want = step(twin, x, dy, splits)
     if frozen != "x":
         getattr(model, frozen).requires_grad_(False)
     leaf = x.clone().requires_grad_(frozen != "x")
@@ -144,14 +110,14 @@ def test_a_mode_that_watches_changes_nothing():
     """A list of sizes, a caller's buffer, a main_grad that comes after forward; and what is plain is seen."""
     model, twin = experts("fp8-block", fuse_wgrad_accumulation=True), experts("fp8-block")
     x, dy = batch((10, 20, 0, 9))
-    want = step(twin, twin, x, dy, torch.tensor((10, 20, 0, 9)))
+    want = step(twin, x, dy, torch.tensor((10, 20, 0, 9)))
     with FlopCounterMode(display=False):
-        y = model(x, [10, 20, 0, 9], out=torch.zeros(46, 40))
+        y = model(x, [10, 20, 0, 9], out=torch.zeros(len(x), 40))
         model.weight.main_grad = torch.zeros(4, 40, 48)
         y.backward(dy)
     with FlopCounterMode(display=False) as counter:
         twin(x, [10, 20, 0, 9])
-    assert counter.get_total_flops() == 2 * 46 * 40 * 48
+    assert counter.get_total_flops() == 2 * len(x) * 40 * 48
     assert_same(y.detach()[:39], want["y"][:39])
     assert_same(model.weight.main_grad, want["dw"])
 
@@ -176,7 +142,7 @@ def test_what_is_refused_is_said():
 
 def test_backward_saves_codes_of_columns():
     """One byte for each element of x, rounded up to blocks, and of w; nothing of their size in bf16."""
-    model = experts("fp8-block", 2, 256, 128, dtype=torch.bfloat16)
+    model = experts("fp8-block", groups=2, k=256, n=128, dtype=torch.bfloat16)
     saved = []
     x = spiky(200, 256, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -189,8 +155,8 @@ def test_backward_saves_codes_of_columns():
 
 
 def on_gpu(recipe, splits, spare=30, k=256, n=384):
-    model = experts(recipe, len(splits), k, n, dtype=torch.bfloat16).cuda()
-    x, dy = (t.cuda() for t in batch(splits, spare, k, n, dtype=torch.bfloat16))
+    model = experts(recipe, groups=len(splits), k=k, n=n, dtype=torch.bfloat16).cuda()
+    x, dy = (t.cuda() for t in batch(splits, spare, k=k, n=n, dtype=torch.bfloat16))
     return model, x, dy
 
 
@@ -212,9 +178,9 @@ def magnitudes(model, x, dy, splits):
 def test_a_gpu_agrees_with_the_reference(splits):
     model, x, dy = on_gpu("fp8-block", splits)
     sizes = torch.tensor(splits, device="cuda")
-    found = step(model, model, x, dy, sizes)
+    found = step(model, x, dy, sizes)
     with octavo.backend.use("reference"):
-        want = step(model, model, x, dy, sizes)
+        want = step(model, x, dy, sizes)
     for name, bound in magnitudes(model, x, dy, splits).items():
         error = (found[name].double() - want[name].double()).abs()
         assert (error <= 1e-3 * bound + 2**-7 * want[name].double().abs()).all(), name
@@ -228,9 +194,9 @@ def test_a_step_is_the_same_every_time_and_reads_nothing_back(recipe):
     splits = (700, 0, 900, 500, 3)
     model, x, dy = on_gpu(recipe, splits)
     sizes = torch.tensor(splits, device="cuda")
-    want = step(model, model, x, dy, sizes)
+    want = step(model, x, dy, sizes)
     with no_waiting():
-        runs = [step(model, model, x, dy, sizes) for _ in range(20)]
+        runs = [step(model, x, dy, sizes) for _ in range(20)]
     for run in runs:
         assert_steps(run, want)
 
@@ -257,7 +223,9 @@ def test_a_captured_step_follows_sizes_that_change(recipe):
         y = run()
     gradients = leaf.grad, model.weight.grad, model.bias.grad
     for splits in (first, (3, 500, 900, 0, 700), (0, 0, 2103, 0, 0), (0,) * 5, (1, 1, 1, 1, 1), (2000, 0, 0, 0, 103)):
-        new_x, new_dy = (t.cuda() for t in batch(splits, len(x) - sum(splits), 256, 384, seed=3, dtype=torch.bfloat16))
+        new_x, new_dy = (
+            t.cuda() for t in batch(splits, len(x) - sum(splits), k=256, n=384, seed=3, dtype=torch.bfloat16)
+        )
         sizes.copy_(torch.tensor(splits))
         leaf.data.copy_(new_x)
         dy.copy_(new_dy)
@@ -265,7 +233,7 @@ def test_a_captured_step_follows_sizes_that_change(recipe):
             graph.replay()
         found = dict(zip(("y", "dx", "dw", "db"), [t.clone() for t in (y, *gradients)], strict=True))
         twin = copy.deepcopy(model)
-        assert_steps(found, step(twin, twin, new_x, new_dy, torch.tensor(splits, device="cuda")))
+        assert_steps(found, step(twin, new_x, new_dy, torch.tensor(splits, device="cuda")))
 
 
 @pytest.mark.gpu
@@ -280,9 +248,9 @@ def test_compiled_on_a_gpu(recipe, mode):
     call = torch.compile(model, fullgraph=True, mode=mode)
     sizes = torch.zeros(5, dtype=torch.int32, device="cuda")
     for i, splits in enumerate(((700, 0, 900, 500, 3), (3, 500, 900, 0, 700), (0, 0, 2103, 0, 0), (1, 1, 1, 1, 1))):
-        x, dy = (t.cuda() for t in batch(splits, 2133 - sum(splits), 256, 384, seed=i, dtype=torch.bfloat16))
+        x, dy = (t.cuda() for t in batch(splits, 2133 - sum(splits), k=256, n=384, seed=i, dtype=torch.bfloat16))
         sizes.copy_(torch.tensor(splits))
-        want = step(twin, twin, x, dy, sizes)
+        want = step(twin, x, dy, sizes)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         leaf = x.clone().requires_grad_()

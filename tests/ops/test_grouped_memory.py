@@ -1,6 +1,7 @@
 """GroupedLinear with `out` and `dgrad_out` in memory that something else lies in: right, or refused in a sentence."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.runtime import caller_memory
 from tests.support.experts import sizes
+from tests.support.training import seeded
 
 G, K, R = 3, 48, 32  # as many outputs as inputs: every buffer fits everywhere
 SPLITS = (10, 5, 17)
@@ -18,9 +20,7 @@ modes = pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 grid = pytest.mark.parametrize(("recipe", "mode"), [*[(r, "eager") for r in RECIPES], ("fp8-current", "aot_eager")])
 
 
-def make(recipe="bf16", seed=0, **settings):
-    torch.manual_seed(seed)
-    return octavo.GroupedLinear(G, K, K, recipe=recipe, **settings)
+make = partial(seeded, octavo.GroupedLinear, G, K, K, recipe="bf16")
 
 
 def rows(seed=1):
@@ -43,7 +43,7 @@ def call_of(layer, mode):
 @grid
 @pytest.mark.parametrize("ahead", [0, R // 2], ids=["the same", "overlapping"])
 def test_a_gradient_buffer_in_the_memory_of_dy_is_refused(recipe, mode, ahead):
-    layer, room = make(recipe, scale_bias=True), torch.randn(2 * R, K)
+    layer, room = make(recipe=recipe, scale_bias=True), torch.randn(2 * R, K)
     dy, buffer = room[:R], room[ahead : ahead + R]
     y = call_of(layer, mode)(leaf(), sizes(SPLITS), dgrad_out=buffer, scales=torch.ones(R, requires_grad=True))
     with pytest.raises(UnsupportedConfig, match="dgrad_out lies in the memory of dy"):
@@ -53,7 +53,7 @@ def test_a_gradient_buffer_in_the_memory_of_dy_is_refused(recipe, mode, ahead):
 
 @grid
 def test_a_gradient_buffer_in_the_memory_of_x_is_refused(recipe, mode):
-    layer, h = make(recipe), torch.relu(leaf())  # whose backward needs h
+    layer, h = make(recipe=recipe), torch.relu(leaf())  # whose backward needs h
     with pytest.raises(UnsupportedConfig, match="dgrad_out lies in the memory of x"):
         call_of(layer, mode)(h, sizes(SPLITS), dgrad_out=h.detach())
 
@@ -63,7 +63,7 @@ def test_a_gradient_buffer_in_the_memory_of_x_is_refused(recipe, mode):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
 def test_a_buffer_in_the_memory_of_another_input_is_refused(recipe, what, name):
     room = torch.randn(G, K, K)
-    layer, scales = make(recipe, scale_bias=True), torch.ones(R)
+    layer, scales = make(recipe=recipe, scale_bias=True), torch.ones(R)
     if what == "scales":
         scales = room.view(-1)[5 : 5 + R]
     else:
@@ -83,7 +83,7 @@ def test_y_over_an_x_that_is_multiplied_as_it_is_is_refused(grads):
 
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda h: h.data], ids=["detached", "data"])
 def test_y_over_codes_of_x_is_told_to_what_made_x(alias):
-    layer = make("fp8-current")
+    layer = make(recipe="fp8-current")
     h = torch.relu(leaf())
     y = layer(h, sizes(SPLITS), out=alias(h))
     with pytest.raises(RuntimeError, match=NEED):

@@ -65,7 +65,7 @@ def test_an_override_keeps_its_gemms_in_high_precision(recipe, override, dtype):
     "overrides", ["fprop='bf16',wgrad='bf16'", "dgrad='bf16',backward='dequantized'", "wgrad='bf16',dgrad='bf16'"]
 )
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "nvfp4"])
-def test_overrides_combine(recipe, overrides):
+def test_overrides_of_several_gemms_combine(recipe, overrides):
     recipe = f"{recipe}({overrides})"
     check(make(recipe, 80, 44, dtype=torch.bfloat16), recipe, *operands(37, 80, 44, torch.bfloat16))
 

@@ -142,13 +142,13 @@ def test_a_transposed_weight():
 
 @every
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 40), (48, 1), (7, 13), (129, 257)], ids=str)
-def test_odd_features(recipe, k, n):
+def test_numbers_of_features_may_be_odd(recipe, k, n):
     check(make(recipe, k, n), recipe, spiky(5, k), spiky(5, n, seed=2))
 
 
 @every
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_no_features(recipe):
+def test_a_layer_without_features_gives_its_bias(recipe):
     layer = octavo.Linear(0, 40, recipe=recipe)
     with torch.no_grad():
         layer.bias.copy_(randn(40))

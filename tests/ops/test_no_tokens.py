@@ -38,7 +38,7 @@ def extra_inputs(name, rows):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_no_tokens(name):
+def test_no_tokens_give_outputs_and_gradients_of_no_rows(name):
     model = octavo.Sequential(OPS[name]())
     with torch.no_grad():
         outputs = model(torch.zeros(0, K), *extra_inputs(name, 0))

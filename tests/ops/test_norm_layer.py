@@ -21,7 +21,7 @@ def case(kind, grads, dims=1, weight="float32", bias="float32"):
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("grads", ["", "dx", "dw", "db", "dx dw", "dx dw db"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_contract(kind, grads, dims):
+def test_the_norm_layer_keeps_the_contract(kind, grads, dims):
     config, inputs = case(kind, grads, dims)
     check_backward(layer, config, inputs, check_forward(layer, config, inputs), (torch.randn(SHAPE),))
 

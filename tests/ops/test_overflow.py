@@ -90,7 +90,7 @@ def cases():
 
 @every
 @on_devices
-def test_isfinite_of_the_loss(recipe, device):
+def test_the_loss_is_finite_where_that_of_a_plain_model_is(recipe, device):
     for place, value in cases():
         plain, model = (Step(mlp(r, device=device), place, value, device).forward() for r in (None, recipe))
         assert torch.isfinite(model).item() == torch.isfinite(plain).item() == (place not in ("x", "w")), (place, value)
@@ -117,7 +117,7 @@ def test_clip_grad_norm(recipe, device):
 @every
 @on_devices
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:.*Error detected in")
-def test_anomaly_mode(recipe, device):
+def test_anomaly_mode_names_the_backward_that_makes_a_nan(recipe, device):
     """A backward that makes a NaN is named. An Inf that stays one is no anomaly, behind an nn.Linear either."""
     for place, value in cases():
         raised = []

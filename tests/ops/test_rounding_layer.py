@@ -15,7 +15,7 @@ SPECS = [None, Tensorwise(E4M3), Rowwise(E4M3), MX(E4M3)]
 @pytest.mark.parametrize("grads", ["", "dx"])
 @pytest.mark.parametrize("back", [None, Tensorwise(E5M2)], ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_contract(spec, back, grads):
+def test_the_rounding_layer_keeps_the_contract(spec, back, grads):
     config, inputs = Config(spec, back, **wants(grads)), Inputs(torch.randn(4, 64))
     made = check_forward(layer, config, inputs)
     assert made.outputs[0].stride() == (0, 0)

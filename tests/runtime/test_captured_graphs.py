@@ -52,7 +52,7 @@ def mlp(recipe):
 
 @pytest.mark.parametrize("build", [one, mlp], ids=["linear", "mlp"])
 @every
-def test_graphed_callables(recipe, build):
+def test_make_graphed_callables_replays_the_bits_of_eager(recipe, build):
     model = build(recipe).to(DEVICE)
     twin, kept = copy.deepcopy(model), octavo.state_dict(model)
     call = torch.cuda.make_graphed_callables(model, (static(M, K).requires_grad_(),))

@@ -131,7 +131,7 @@ def test_every_batch_size_has_its_graphs(recipe, dynamic, replays):
 
 
 @some
-def test_without_gradients(recipe, replays):
+def test_a_graph_without_gradients_has_the_bits_of_eager(recipe, replays):
     layer, twin = twins(recipe)
     call = compiled(layer)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_without_gradients(recipe, replays):
     ("recipe", "flight", "overwrite"),
     [*[(name, 3, False) for name in SHIPPED], ("fp8-current", 2, False), ("fp8-current", 2, True), ("nvfp4", 2, True)],
 )
-def test_main_grad(recipe, flight, overwrite, replays):
+def test_replays_write_main_grad_in_place(recipe, flight, overwrite, replays):
     """Added to, or overwritten, by each of the microbatches in flight; at an address of its own, never a copy."""
     pair = twins(recipe, fuse_wgrad_accumulation=True)
     for model in pair:
@@ -261,7 +261,7 @@ def test_weights_held_as_codes(recipe, replays):
         *[(name, parts) for name in ("fp8-delayed", "nvfp4") for parts in ("input", "weight, bias")],
     ],
 )
-def test_frozen_parts(recipe, frozen, replays):
+def test_replays_give_no_gradient_to_frozen_parts(recipe, frozen, replays):
     pair = twins(recipe)
     for model in pair:
         model.weight.requires_grad_("weight" not in frozen)

@@ -67,7 +67,7 @@ def test_compiled_is_eager_bit_for_bit_in_one_graph(recipe, dtype):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
-def test_inductor_too(recipe):
+def test_inductor_gives_the_bits_of_eager(recipe):
     layer = make(recipe)
     twin = copy.deepcopy(layer)
     call = compiled(layer, backend="inductor")
@@ -90,7 +90,7 @@ def test_one_graph_serves_many_batch_sizes(recipe):
 
 @pytest.mark.parametrize("frozen", ["weight", "input", "weight and bias"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4"])
-def test_frozen_parts(recipe, frozen):
+def test_a_graph_gives_no_gradient_to_frozen_parts(recipe, frozen):
     layer = make(recipe)
     layer.weight.requires_grad_("weight" not in frozen)
     layer.bias.requires_grad_("bias" not in frozen)
@@ -251,7 +251,7 @@ def test_no_tokens_one_token_and_leading_dims(recipe):
         same_step((layer, twin), (compiled(layer), twin), spiky(*shape), spiky(*shape[:-1], 40))
 
 
-def test_return_bias():
+def test_a_graph_returns_the_layers_own_bias():
     layer = make("fp8-current", return_bias=True)
     y, bias = compiled(layer)(batch(0)[0])
     assert_same(y, layer(batch(0)[0])[0])

@@ -107,7 +107,7 @@ def test_a_replay_runs_nothing_else(device, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_compiled(recipe, device, monkeypatch):
+def test_replays_of_a_compiled_model_have_the_bits_of_eager(recipe, device, monkeypatch):
     torch.compiler.reset()
     module = build("mlp", recipe, device)
     twin = copy.deepcopy(module)
@@ -118,7 +118,7 @@ def test_compiled(recipe, device, monkeypatch):
         assert i < 2 or is_stochastic(recipe) or recordings() == 2
 
 
-def test_without_gradients(device):
+def test_calls_without_gradients_are_replayed(device):
     module, (x, _, _) = build("mlp", "fp8-current", device), example("mlp", device)
     with torch.no_grad():
         want = module(x)
@@ -222,7 +222,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_watches_sees_the_same_every_time(device):
+def test_a_mode_that_watches_sees_the_same_calls_every_time(device):
     layer, (x, _, _) = build("linear", "fp8-current", device), example("linear", device)
     for _ in range(3):
         layer(x)
@@ -321,7 +321,7 @@ def test_vmap_goes_on(device):
     torch.testing.assert_close(found, layer(x))
 
 
-def test_threads(device, monkeypatch):
+def test_threads_replay_calls_with_the_bits_of_one_thread(device, monkeypatch):
     layers = [build("linear", "fp8-current", device) for _ in range(4)]
     examples = [example("linear", device) for _ in layers]
     want = [as_written(monkeypatch, partial(step, m, *a)) for m, a in zip(layers, examples, strict=True)]
@@ -735,7 +735,7 @@ def test_many_kinds_in_many_threads(device, monkeypatch):
     assert not failed
 
 
-def test_nothing_is_kept_alive(device):
+def test_a_replay_keeps_no_tensor_alive(device):
     def work(tensors):
         return None, [tensors[0] + 1]
 

@@ -25,3 +25,8 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block["down"](torch.tanh(block["up"](x)))
         return self.head(self.norm(x))
+
+
+def skipped(report):
+    """Why a conversion left each module as it was, by path."""
+    return {row.path: row.reason for row in report if row.route == "skipped"}

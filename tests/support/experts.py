@@ -179,7 +179,7 @@ def batch(splits=SPLITS, spare=SPARE, *, seed=1, k=K, n=N, dtype=torch.float32, 
 
 
 def sizes(splits=SPLITS):
-    return torch.tensor(splits)
+    return splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
 
 
 def shape(layer):

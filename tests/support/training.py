@@ -6,9 +6,9 @@ import octavo
 from tests.support.linear_oracle import randn
 
 
-def seeded(build, *sizes, **settings):
-    """A module whose parameters are the same in each call."""
-    torch.manual_seed(0)
+def seeded(build, *sizes, seed=0, **settings):
+    """A module whose parameters are the same in each call with this seed."""
+    torch.manual_seed(seed)
     return build(*sizes, **settings)
 
 

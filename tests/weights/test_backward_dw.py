@@ -106,7 +106,7 @@ def test_hooks_fire_once_for_each_backward_dw_and_see_the_gradient(recipe, layou
 
 
 @layers
-def test_nothing_pending_is_said(layout):
+def test_a_backward_dw_with_nothing_pending_warns(layout):
     layer, (x, dy) = delayed("fp8-current", layout), batch()
     for run in (lambda: None, lambda: forward(layer, x)):  # a forward whose backward never comes is not waited for
         run()

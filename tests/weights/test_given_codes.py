@@ -101,7 +101,7 @@ def test_columns_are_made_of_the_rows(recipe):
         octavo.weight_from_codes(torch.zeros(8, 8, dtype=FP8), torch.ones(8, 1), "fp8-rowwise", keep_columns=True)
 
 
-def test_it_is_trained_copied_saved_and_loaded():
+def test_a_weight_of_given_codes_is_trained_copied_saved_and_loaded():
     _, codes, scale, _, want = quantized((256, 384), "fp8-block")
     layer = octavo.Linear(384, 256, bias=False, recipe="fp8-block", dtype=torch.bfloat16)
     layer.weight = octavo.weight_from_codes(codes, scale, "fp8-block", trainable=True)

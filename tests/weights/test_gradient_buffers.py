@@ -64,7 +64,7 @@ def test_overwriting_replaces_whatever_was_there(recipe, layout, dtype):
 
 
 @grid(SHIPPED, layout=LAYOUTS)
-def test_nothing_for_anyone_adds_nothing(recipe, layout):
+def test_a_step_without_rows_adds_nothing_to_main_grad(recipe, layout):
     layer = fused(recipe, layout)
     buffer = give(layer, torch.full((G, N, K), 0.25))
     step(layer, *batch((0, 0, 0)), (0, 0, 0))

@@ -2,6 +2,7 @@
 optimizers that write to `p.data`."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,14 +16,13 @@ from tests.support.compiled_twins import graphs, refused
 from tests.support.linear_oracle import assert_same, make, spiky
 from tests.support.recipe_traits import QUANTIZED
 from tests.support.steps import compiled
+from tests.support.training import seeded
 
 X = spiky(24, 48, seed=7)
 MARKS = ("is_first_microbatch=False uses cached codes", "has changed since")
 
 
-def grouped(**settings):
-    torch.manual_seed(0)
-    return octavo.GroupedLinear(2, 48, 40, recipe="fp8-block", single_grouped_weight=False, **settings)
+grouped = partial(seeded, octavo.GroupedLinear, 2, 48, 40, recipe="fp8-block", single_grouped_weight=False)
 
 
 class Experts(nn.Module):
