@@ -125,7 +125,7 @@ def _chart(samples: Sequence[Sample], layer: str, measure: Measure) -> str:
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashed}>'
             f"<title>{said}</title></polyline>"
         )
-    names = " ".join(f'<tspan fill="{LINES[tensor][0]}">{tensor} {SIGNS[LINES[tensor][1]]}</tspan>' for tensor in lines)
+    names = " ".join(f'{tensor} <tspan fill="{LINES[tensor][0]}">{SIGNS[LINES[tensor][1]]}</tspan>' for tensor in lines)
     drawn.append(f'<text x="{WIDE - RIGHT}" y="12" text-anchor="end">{names}</text>')
     said = escape(f"{measure.title} of {label(layer)} by step: {', '.join(lines)}")
     return f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{said}">{"".join(drawn)}</svg>'

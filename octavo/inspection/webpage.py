@@ -182,7 +182,8 @@ def bullets(sentences: Sequence[str]) -> Markup:
 
 def link(text: str, anchor: str) -> Markup:
     """Return a link to a row of the same page; text alone if the row has no anchor."""
-    return Markup(f'<a href="#{escape(anchor)}">{markup(text)}</a>') if anchor else markup(text)
+    said = text if isinstance(text, Markup) else Markup(_breakable(text))
+    return Markup(f'<a href="#{escape(anchor)}">{said}</a>') if anchor else said
 
 
 def folded(summary: str, *parts: Markup) -> Markup:

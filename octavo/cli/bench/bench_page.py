@@ -104,7 +104,9 @@ def render(report: Row, columns: Columns, text: str) -> str:
     triton = f", triton {facts['triton']}" if facts.get("triton") else ""
     cases = plural(sum(len(one.rows) for one in found), "case")
     measured = f"the suite {report['suite']}: {cases}, {report.get('dtype', 'bfloat16')}"
+    size = report.get("size") or {}
     made = provenance(
+        model=", ".join(f"{name} {n}" for name, n in size.items()) or " × ".join(map(str, report.get("shape", ()))),
         recipes=", ".join(recipes),
         measured=measured + (". Interrupted." if report.get("interrupted") else ""),
         device=facts["gpu"] or "a CPU",
