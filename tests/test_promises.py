@@ -19,7 +19,7 @@ LISTS = {
     ],
     "Grouped layers and mixtures": [str(i) for i in range(1, 56)],
 }  # fmt: skip
-GRIDS = ("test_linear_grid", "test_operation_grid", "test_grouped_grid")
+GRIDS = ("test_linear_grid", "test_operation_grid", "test_grouped_grid", "test_block_grid", "test_scaling_grid")
 
 
 def rows_of(title):

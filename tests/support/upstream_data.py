@@ -13,7 +13,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DATA = ("positive", "signed")
 OF_DTYPE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (1e-3, 1e-3)}  # rtol, atol
 OF_FP8, OF_FP4 = (0.125, 0.0675), (0.25, 0.125)
-WHOLE = {"bf16": 1e-2, "nvfp4": 0.3}  # errors of signed tensors, in the Frobenius norm; 0.12 in FP8, whose dy is E5M2
+# errors of signed tensors, in the Frobenius norm; 0.12 in FP8, whose dy is E5M2. In NVFP4 an outlier takes the scale of
+# its block
+WHOLE = {"bf16": 1e-2, "nvfp4": 0.6}
 
 
 def numbers(*shape, data="positive", recipe="bf16", dtype=torch.float32, seed=0, operand="x"):
