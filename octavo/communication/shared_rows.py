@@ -48,7 +48,7 @@ def find(layer: Any, source: Any, key: tuple[Any, ...]) -> SharedRows | None:
     """Return the rows that a sibling made of the same x for the same `key`; None if there are none. A layer that is
     called twice with one x makes them anew: it may have other scales."""
     shared = _last.shared
-    if shared is None or shared.source() is not source or layer in shared.served:
+    if shared is None or source is None or shared.source() is not source or layer in shared.served:
         return None
     if shared.state != (_state(source), key):
         return None
@@ -73,6 +73,6 @@ def _drop(shared: _Shared | None) -> None:
         shared.rows = SharedRows(None)
 
 
-def _state(source: Tensor) -> tuple[int, int]:
+def _state(source: Any) -> tuple[int, int]:
     """Return what changes when a tensor is written to."""
     return source._version, source.data_ptr()

@@ -363,7 +363,10 @@ def _cast(
         all_reduced = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measures_x={measures})"
-    scales, amaxes = scaling.of_call(layer, measures, observe) if delayed else ((), ())
+    scales: Parts = ()
+    amaxes: Parts = ()
+    if delayed:
+        scales, amaxes = scaling.of_call(layer, measures, observe)
     amax: Tensor | None = None
     if observe and not torch.compiler.is_compiling():  # the running amax has those of earlier calls too
         running, amax = amaxes[0], torch.zeros_like(amaxes[0])
