@@ -145,6 +145,12 @@ def size_now(name: str) -> int:
 
 
 @while_tracing
+def rank_now(name: str) -> int:
+    """Return `rank_of`, also while a compiler traces: a constant of the graph."""
+    return rank_of(name)
+
+
+@while_tracing
 def registered_name_now(name: str) -> str:
     """Return `registered_name`, also while a compiler traces: a constant of the graph."""
     return registered_name(name)

@@ -73,6 +73,6 @@ def _drop(shared: _Shared | None) -> None:
         shared.rows = SharedRows(None)
 
 
-def _state(source: Tensor) -> tuple[int, int]:
+def _state(source: Any) -> tuple[int, int]:
     """Return what changes when a tensor is written to."""
     return source._version, source.data_ptr()

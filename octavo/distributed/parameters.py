@@ -50,12 +50,12 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def keep_dtensors(layer: Linear, mode: str, mesh: DeviceMesh, make: Callable[..., DTensor]) -> None:
     """Put DTensors in the place of a layer's parameters; `make(tensor, mesh, placements)` makes one."""
+    layer.keeps_dtensors = True
     for key, parameter in list(layer.named_parameters(recurse=False)):
         # a row layer adds its bias once, to the sum over ranks
         placement: Placement = Shard(0) if mode == "column" else Shard(1) if key == "weight" else Replicate()
         whole = make(parameter.detach(), mesh, [placement])
         layer.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
-    layer.keeps_dtensors = True
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from octavo.communication.tensor_parallel import size_of_mesh
 from octavo.distributed.parameters import keep_dtensors
 from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.ops.dtensor_calls import PACKED
 from octavo.ops.linear import Linear
-
-PACKED = "gate_up"  # part of the name of a Linear with two projections in one weight, one after the other
 
 
 class _Style(ParallelStyle):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,31 @@ class _Block(RecipeOfLayers, Sequential):
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
     _last = ""  # the name of the last Linear
+    _modes: ClassVar[dict[str, str]] = {}  # by the name of a Linear: its parallel_mode in a block that is split
+
+    def set_tensor_parallel_group(self, group: Group, sequence_parallel: bool | None = None) -> None:
+        """Split a block over ranks, or over another group. Its weights and biases are taken as this rank's parts.
+
+        Args:
+            group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None is the default
+                group.
+            sequence_parallel: as in the constructor; None keeps the block's own.
+
+        Raises:
+            UnsupportedConfig: torch knows no such group.
+
+        Example:
+            >>> block = octavo.LayerNormMLP(64, 96, activation="swiglu")
+            >>> block.set_tensor_parallel_group(None)
+            >>> block.fc1.parallel.mode, block.fc1.parallel.blocks, block.fc2.parallel.mode
+            ('column', 2, 'row')
+        """
+        layers = [self._modules[name] for name in self._modes]
+        for layer, mode in zip(layers, self._modes.values(), strict=True):
+            layer.set_tensor_parallel_group(group, mode, sequence_parallel)  # type: ignore[union-attr, operator]
+        norm: Any = self._modules["norm"]
+        norm.sums_gradients = False
+        _share(norm, layers[0], layers[0].parallel.sequence, group)  # type: ignore[arg-type, union-attr]
 
     def _check_required(self, layout: Any, records: list[Any]) -> None:
         layers = [module for module in self.children() if isinstance(module, Linear) and module.parallel is not None]
@@ -170,6 +195,7 @@ class LayerNormLinear(_Block):
     """
 
     _last = "linear"
+    _modes: ClassVar[dict[str, str]] = {"linear": "column"}
 
     def __init__(
         self,
@@ -277,6 +303,7 @@ class LayerNormMLP(_Block):
     """
 
     _last = "fc2"
+    _modes: ClassVar[dict[str, str]] = {"fc1": "column", "fc2": "row"}
 
     def __init__(
         self,

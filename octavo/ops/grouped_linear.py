@@ -119,6 +119,7 @@ class GroupedLinear(SplitLayer):
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "grouped-linear"
     TITLE: ClassVar[str] = "GroupedLinear"
+    splits_rows = False
     ep_group: str | None = None  # the ranks that have the other groups
     return_bias = False
 

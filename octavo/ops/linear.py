@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tensors import is_sharded
+from octavo._torch.tensors import is_dtensor, is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.communication import collectives, shared_rows
 from octavo.communication.amax_reduction import all_reduce_amaxes
@@ -227,6 +227,8 @@ class Linear(SplitLayer, nn.Linear):
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside.call(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
+        if type(input) is not Tensor and is_dtensor(type(input)):
+            return self._forward_of_dtensor(input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
         x = input if type(input) is QTensor else autocast_input("Linear", input, self)
         settings, plain = None, is_first_microbatch is None and not fp8_output and type(x) is Tensor
         if not compiling and plain and x.device.type in call_cache.DEVICES:
@@ -371,45 +373,36 @@ class Linear(SplitLayer, nn.Linear):
         """Return the codes of this rank's rows of x, which are then gathered; `octavo.inspect` records both here."""
         return codes
 
-    def set_tensor_parallel_group(
-        self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None,
-        column_blocks: int | None = None,
-    ) -> None:  # fmt: skip
-        """Make a layer work in parallel, or over another group. Its weight and bias are taken as this rank's part.
+    def _forward_of_dtensor(self, x: Any, is_first_microbatch: Flag, fp8_output: bool) -> Any:
+        """Return y, a DTensor, of a call in a plan of torch."""
+        from octavo.ops import dtensor_calls  # imports DTensors, which only such a program has imported
 
-        Args:
-            group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None is the default
-                group.
-            parallel_mode: "column" or "row"; None keeps the layer's own.
-            sequence_parallel: as in the constructor; None keeps the layer's own.
-            column_blocks: as in the constructor, where the weight has this rank's part of each block; None keeps the
-                layer's own.
-
-        Raises:
-            UnsupportedConfig: the layer has no parallel_mode and none is given, or torch knows no such group.
-
-        Example:
-            >>> layer = octavo.Linear(64, 32, parallel_mode="column")
-            >>> layer.set_tensor_parallel_group(None, sequence_parallel=True)
-            >>> layer
-            Linear(in_features=64, out_features=32, bias=True, recipe=from octavo.autocast, parallel_mode='column', \
-sequence_parallel=True)
-        """
-        old = self.parallel
-        mode = old.mode if parallel_mode is None and old is not None else parallel_mode
-        if mode is None:
+        if fp8_output or self.return_bias:
             raise UnsupportedConfig(
-                f"{self.op_describe()} has no parallel_mode, so that a group has nothing to do. Pass "
-                "parallel_mode='column' or 'row' too."
+                f"{self.op_describe()} with fp8_output=True or return_bias=True takes no DTensor, whose y torch sends. "
+                "Leave it out, or use octavo.distributed.ColwiseParallel and RowwiseParallel in the plan."
             )
-        sequence = sequence_parallel if sequence_parallel is not None else old is not None and old.sequence
-        blocks = self.column_blocks if column_blocks is None else column_blocks
-        self.parallel = parallel_of("Linear", mode, sequence, group, blocks=blocks)
-        self.column_blocks = blocks
-        if old is not None and self.parallel is not None:
-            self.parallel = self.parallel._replace(gather_again=old.gather_again)
-        self._ranks_checked = False
-        number_layer(self)
+        parallel, own = dtensor_calls.parts(self, x)
+        own = autocast_input("Linear", own, self)
+        weight, bias = self._own_part("weight"), self._own_part("bias")
+        assert weight is not None
+        check_features(own, weight)
+        split = self._split_over_ranks()
+        if split is not None:
+            self._check_ranks(split, own, weight, bias)
+        as_nodes = takes_nodes((self,))
+        stage = self._stage(own, is_first_microbatch, False, as_nodes, parallel)
+        return dtensor_calls.returned(self, parallel, self._run_stage(stage, own, False, as_nodes))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. A weight that a plan of torch has split makes the layer a column or a row layer."""
+        old: Any = self._parameters.get(name)
+        if name == "weight" and old is not None and is_dtensor(type(param)) and not is_dtensor(type(old)):
+            if not self.keeps_dtensors:
+                from octavo.ops import dtensor_calls
+
+                dtensor_calls.planned(self, param)
+        super().register_parameter(name, param)
 
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
 

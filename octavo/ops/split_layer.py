@@ -8,9 +8,10 @@ from torch import Tensor
 from octavo.communication import collectives, shared_rows
 from octavo.communication.all_reduced_amaxes import scales_whole
 from octavo.communication.amax_reduction import all_reduced_weight
-from octavo.communication.rank_checks import check_ranks
+from octavo.communication.groups import Group
+from octavo.communication.rank_checks import check_ranks, number_layer
 from octavo.communication.scattered_sum import Cast, scattered_sum
-from octavo.communication.tensor_parallel import Parallel, summed_gradient
+from octavo.communication.tensor_parallel import Parallel, parallel_of, summed_gradient
 from octavo.errors import UnsupportedConfig
 from octavo.ops.quantized import Quantized
 from octavo.quant.qtensor import Parts
@@ -21,6 +22,7 @@ from octavo.recipes.ambient import ambient
 class SplitLayer(Quantized):
     """The part of Linear and GroupedLinear that concerns ranks."""
 
+    splits_rows = True  # whether each rank may have a part of the rows outside of a pair of layers
     column_blocks = 1  # of output features, each of which is split by itself if the layer is split by them
 
     def op_starts_run(self) -> bool:
@@ -86,6 +88,50 @@ class SplitLayer(Quantized):
         weight = self._own_part("weight") if self.keeps_dtensors else self._whole_weight()
         assert weight is not None
         return all_reduced_weight(self, parallel.group, recipe, weight, as_nodes, of_groups=weight.dim() == 3)
+
+    def set_tensor_parallel_group(
+        self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None,
+        column_blocks: int | None = None,
+    ) -> None:  # fmt: skip
+        """Make a layer work in parallel, or over another group. Its weight and bias are taken as this rank's part.
+
+        Args:
+            group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None is the default
+                group.
+            parallel_mode: "column" or "row"; None keeps the layer's own.
+            sequence_parallel: as in the constructor; None keeps the layer's own.
+            column_blocks: as in the constructor, where the weight has this rank's part of each block; None keeps the
+                layer's own.
+
+        Raises:
+            UnsupportedConfig: the layer has no parallel_mode and none is given, or torch knows no such group.
+
+        Example:
+            >>> layer = octavo.Linear(64, 32, parallel_mode="column")
+            >>> layer.set_tensor_parallel_group(None, sequence_parallel=True)
+            >>> layer
+            Linear(in_features=64, out_features=32, bias=True, recipe=from octavo.autocast, parallel_mode='column', \
+sequence_parallel=True)
+        """
+        old = self.parallel
+        mode = old.mode if parallel_mode is None and old is not None else parallel_mode
+        if mode is None:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} has no parallel_mode, so that a group has nothing to do. Pass "
+                "parallel_mode='column' or 'row' too."
+            )
+        sequence = sequence_parallel if sequence_parallel is not None else old is not None and old.sequence
+        blocks = self.column_blocks if column_blocks is None else column_blocks
+        if sequence and not self.splits_rows:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} takes the rows of all ranks on each of them. Leave sequence_parallel out."
+            )
+        self.parallel = parallel_of(self.TITLE, mode, sequence, group, blocks=blocks)
+        self.column_blocks = blocks
+        if old is not None and self.parallel is not None:
+            self.parallel = self.parallel._replace(gather_again=old.gather_again)
+        self._ranks_checked = False
+        number_layer(self)
 
     def _check_shards(self, what: str, mode: str) -> None:
         """Raise if DTensors cannot take the place of the parameters of a layer that is split in this mode."""
