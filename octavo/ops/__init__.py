@@ -33,6 +33,7 @@ Layers of GEMMs:
     split_layer             a layer with a part of a weight: collectives before and after its node
     shard_cast_layer        the cast of a rank's own rows, before they are gathered
     dy_codes                the cast of a rank's own rows of dy, before they are gathered
+    dtensor_calls           a Linear whose weight a plan of torch has split
     amaxes_layer            the amaxes that ranks reduce before they cast
 
 The recipe of a layer, and its state:

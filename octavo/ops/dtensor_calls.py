@@ -53,7 +53,7 @@ def adopt(layer: Any, weight: Any) -> None:
             f"{'in' if at else 'out'}_features do not divide by the {mesh.size()} ranks of the mesh. Pad them to a "
             f"multiple of {mesh.size()}."
         )
-    layer._check_holdable_as_shards("a plan of torch", mode)
+    layer._check_shards("a plan of torch", mode)
     layer.keeps_dtensors = True
     layer.set_tensor_parallel_group(mesh, mode)
 
