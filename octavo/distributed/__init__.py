@@ -2,7 +2,7 @@
 
     styles          ColwiseParallel and RowwiseParallel, of a plan for parallelize_module
     parameters      distribute_parameters: DTensors of what a constructor made; sharded_state_dict: of experts
-    gather_codes    FSDP2 gathers weights as codes
+    gather_codes    prepares weights that FSDP2 then gathers as codes (`octavo.communication.sharded_weights`)
     amax_groups     set_amax_group: the ranks that reduce the amaxes of these layers
     pipelines       dw_builder: the dw of a stage of torch.distributed.pipelining, from backward_dw() of its layers
 

@@ -43,7 +43,7 @@ The recipe of a layer, and its state:
     recipe_of_layers        the recipe of a block
     schedule                recipes that change at a step
     hidden_buffers          buffers that `buffers()` does not list
-    rounding_seed           the seed of stochastic rounding
+    rounding_seed           the seed of stochastic rounding; `matmul.finish` advances the step beside it
     published_codes         weights of checkpoints that are codes of another package
 
 Other operations:

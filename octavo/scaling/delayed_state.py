@@ -11,6 +11,8 @@ tensors.
                 had
               then running_amax = 0
 
+Layers do not call `observe`: their casts do the same (`octavo.quant.tensorwise`).
+
 Nothing here reads a value on the host, so an update can be captured in a graph. An Inf never enters the window: it
 would freeze the scale for as long as the window lasts.
 """

@@ -20,7 +20,7 @@ Codes of a weight:
 The gradient:
 
     wgrad_delivery          where dw goes
-    main_grad               dw added to a buffer of the caller
+    main_grad               the caller's buffer for dw, checked; `store` in `octavo.ops.operands` writes it
     wgrad_queue             dw that waits for `backward_dw()`
     unsupported_wgrad       weights and graphs for which neither works, with the reason
 
