@@ -214,7 +214,7 @@ FAULTS = (
     ),
     Fault(
         "a head with the weight of the embedding is converted",
-        "octavo/model/selection.py",
+        "octavo/model/high_precision.py",
         "    yield from _tied_heads(model)\n",
         "",
         "tests/model/test_convert.py::test_a_head_with_the_weight_of_the_embedding_stays_unquantized",

@@ -10,8 +10,8 @@ from tests.planted_faults import FAULTS, ROOT, Fault, occurrences
 HARMLESS = Fault(
     "a text is another one",
     "octavo/formats.py",
-    "Returns the code nearest to each element",
-    "Returns the nearest code",
+    "Return the code nearest to each element",
+    "Return the nearest code",
     "tests/test_formats.py::test_landmarks_of_the_range",
 )
 

@@ -73,8 +73,8 @@ class _Copy(torch.autograd.Function):
         return total(dy, *ctx.call), None, None
 
 
-class _GatherToken(torch.autograd.Function):
-    """The token of gathered codes: one element in the shape of all ranks' rows. dx is reduced as _AllGather's is."""
+class _GatherAnchor(torch.autograd.Function):
+    """The anchor of gathered codes: one element in the shape of all ranks' rows. dx is reduced as _AllGather's is."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, size: int, group: str, where: str) -> Tensor:
@@ -124,13 +124,13 @@ def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
 
 
 def gather_anchor(anchor: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Return the token of gathered codes, for the token of this rank's."""
-    found: Tensor = _GatherToken.apply(anchor, size, group, where)  # type: ignore[no-untyped-call]
+    """Return the anchor of gathered codes, for that of this rank's."""
+    found: Tensor = _GatherAnchor.apply(anchor, size, group, where)  # type: ignore[no-untyped-call]
     return found
 
 
 def joined(values: Tensor, anchor: Tensor) -> Tensor:
-    """Return the values, whose gradient goes to the token."""
+    """Return the values, whose gradient goes to the anchor."""
     found: Tensor = Join.apply(values, anchor)  # type: ignore[no-untyped-call]
     return found
 

@@ -300,7 +300,7 @@ def _connect(config: Config, stages: list[Any], made: list[ForwardResult], first
 
 
 def side_output(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
-    """Return a side output of a stage. For a fork it is x, since the output itself may be a token."""
+    """Return a side output of a stage. For a fork it is x, since the output itself may be an anchor."""
     return outputs[0] if config.forks[stage] else outputs[1 + k]
 
 

@@ -30,6 +30,7 @@ def _sums_kernel(x, out, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.shape[0] > FEW or x.numel() == 0 or not x.is_contiguous():
+        # torch shares many rows among programs, which one column of tiles here would read one after the other
         return x.sum(0, dtype=torch.float32).to(dtype)
     out = torch.empty(x.shape[1], dtype=dtype, device=x.device)
     _launch(x.shape[0], x.shape[1])(x, out)

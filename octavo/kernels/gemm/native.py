@@ -51,6 +51,7 @@ def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
 def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> Support:
     if is_capturing():
         raise UnsupportedHardware(CAPTURED)
+    # all that a layer may ask for at once: a verdict holds for the pair, whatever its first call wants
     uses = _uses(a)
     what = f"scaled_mm of {_name(a)} {a_fmt} by {_name(b)} {b_fmt}"
     return verdict(what, device, lambda: max(_probe(device, a, b, a_fmt, b_fmt, dtype, fast) for dtype, fast in uses))
@@ -87,10 +88,12 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
     if one_scale and bias is None and (b.codes.shape[0] | a.codes.shape[1]) & 15 == 0:  # nothing to pad or lay out
         return scaled_mm(a.codes, b.codes.T, a.scale, b.scale, None, None, dtype, fast)
     blocks = a.spec.block[1] is not None
+    # cuBLAS takes dims of codes in multiples of 16, and whole blocks of scales
     rows, multiple = (16, 128) if blocks else (1, 16)
     m, n = a.rows, b.rows
     a_codes, b_codes = _pad(a.codes, rows, multiple), _pad(b.codes, 16, multiple)
     fused_bias = None
+    # scaled_mm adds a bias of the result's own dtype alone; another one is added in float32 after
     if bias is not None and dtype != torch.float32 and bias.dtype == dtype:
         fused_bias = F.pad(bias, (0, b_codes.shape[0] - n)) if b_codes.shape[0] != n else bias
     a_scale, a_kind = _scale(a, b, a_codes.shape[0])
@@ -105,6 +108,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
         b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
         y = scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
     if b_codes.shape[0] != n or a_codes.shape[0] != m:
+        # a node returns no view of a larger result
         y = y[:m, :n].contiguous()
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)
 
@@ -114,12 +118,14 @@ def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     down, across = -codes.shape[0] % rows, -codes.shape[1] % columns
     if not (down or across):
         return codes
+    # as bytes: torch pads no FP8 tensors, and a zero byte is the code of zero
     return F.pad(codes.view(torch.uint8), (0, across, 0, down)).view(codes.dtype)
 
 
 def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
     """Return q's scale for `rows` rows, padding included, in scaled_mm's layout, and the name of its kind."""
     block = q.spec.block
+    # both sides must have one kind: a single scale beside row scales is repeated for each row
     if block == (None, None) and other.spec.block == (None, None):
         return q.scale, "TensorWise"
     if block[1] is None:
@@ -132,6 +138,7 @@ def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
 
 def _pad_rows(scale: Tensor, rows: int) -> Tensor:
     missing = rows - scale.shape[0]
+    # ones: any finite scale will do for codes of zero
     return scale if missing == 0 else torch.cat((scale, scale.new_ones(missing, scale.shape[1])))
 
 

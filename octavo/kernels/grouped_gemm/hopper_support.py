@@ -57,6 +57,7 @@ def runs(kernel: str, device: torch.device) -> bool:
     if not is_hopper(device) or backend.forced() == "emulated":
         return False
     found = support(kernel, device)
+    # those in _INSTEAD have another kernel to fall back to: strict mode has nothing to refuse
     if not found.ok and kernel not in _INSTEAD:
         backend.refuse_emulation(found.reason)
     return found.ok
@@ -95,6 +96,7 @@ _M, _N, _K = sum(_SIZES) + _TAIL, 256, 384  # rows, and columns of the result an
 
 
 def _groups(device: torch.device) -> Groups:
+    # one group without rows, and a tail: what a kernel gets wrong first
     return split(torch.tensor(_SIZES, dtype=torch.int64, device=device), _M)
 
 
@@ -109,6 +111,7 @@ def _probe_rows(device: torch.device, x_spec: Quantizer, w_spec: Quantizer, fast
     got, want = _room(device, _M, _N)
 
     def product() -> None:
+        # inside `answer_of`, so that a Triton that cannot build the kernel is an answer too
         from octavo.kernels.grouped_gemm import hopper  # it imports Triton
 
         (hopper.fast_rows if fast else hopper.rows)(x, w.q, got, None, None, _N, "rows")
@@ -172,6 +175,7 @@ def _room(device: torch.device, *shape: int) -> tuple[Tensor, Tensor]:
 def _difference(got: Tensor, want: Tensor) -> float:
     """Return the largest error as a fraction of what sums in the tensor cores and one rounding may differ by; a wrong
     tile, row or scale differs by far more."""
+    # by rows: their magnitudes differ by design of `noise`
     rows = want.double().square().mean(-1, keepdim=True).sqrt()
     return error_of(got.double(), want.double(), rows + 1e-30, 0.03)
 

@@ -35,6 +35,7 @@ def backward(
     normed = (x.double() if mean is None else x.double() - mean.double()[:, None]) * r
     dw = None if wanted.weight is None else (g * normed).sum(0).to(wanted.weight)
     db = None if wanted.bias is None else g.sum(0).to(wanted.bias)
+    # without dx its parts need not be computed
     if not wanted.x:
         return Gradients(None, dw, db)
     if weight is not None:
@@ -42,6 +43,7 @@ def backward(
     dx = g - normed * _average(norm, g * normed)[:, None]
     if norm.centers:
         dx = dx - g.mean(1, keepdim=True)
+    # added before the one rounding, as the kernel does
     dx = dx * r if added is None else dx * r + added.double()
     return Gradients(dx.to(dy.dtype), dw, db)
 

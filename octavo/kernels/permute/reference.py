@@ -19,13 +19,16 @@ def listed(mask: Tensor, index: Tensor) -> None:
 def sort(index: Tensor, align: int, made: Sorted) -> None:
     experts, rows = made.sizes.shape[0], made.assignments.shape[0]
     flat = index.reshape(-1).long()
+    # experts out of range sort behind all others
     expert = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    # stable: tokens of an expert keep their order, as in the kernel
     ordered, order = expert.sort(stable=True)
     first = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=torch.int64))
     ends = ((first.diff() + align - 1) // align * align).cumsum(0)
     starts = torch.cat((ends.new_zeros(1), ends))  # the last is where the tail begins
     made.sizes.copy_(starts.clamp_max(rows).diff())
     row = starts[ordered] + torch.arange(flat.shape[0], device=flat.device, dtype=torch.int64) - first[ordered]
+    # the row behind the last takes what is dropped
     row = torch.where((ordered < experts) & (row < rows), row, rows)
     positions = torch.empty_like(row).index_copy_(0, order, torch.where(row < rows, row, DROPPED))
     made.positions.copy_(positions.view(index.shape))
@@ -51,6 +54,7 @@ def scatter(
 
 
 def combine(rows: Tensor, y: Tensor, assignments: Assignments, probs: Tensor | None) -> None:
+    # assignment after assignment in float32, the order of the kernel
     total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
     for k in range(assignments.positions.shape[1]):
         value = _rows_of(rows, assignments, k).float()
@@ -122,6 +126,7 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     so that rounding it again to float32 gives what one rounding gives."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
+    # the error of the sum, exactly (two-sum): its sign says to which side to round
     back = total - product
     error = (product - (total - back)) + (c - back)
     bits = total.view(torch.int64)

@@ -37,12 +37,16 @@ def _stochastic_codes_kernel(
     live = (rows < M)[:, None] & (columns < K)[None, :]
     v = tl.load(values + rows[:, None] * K + columns[None, :], mask=live, other=0.0)
     s = tl.load(scale + (rows // TALL)[:, None] * ACROSS + (columns // WIDE)[None, :], mask=live, other=1.0)
+    # a block of zeros has scale zero
     x = tl.where(s > 0, tl.div_rn(v, s), 0.0)
     eighths = pk * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+    # by the element's place in the whole weight: groups and tiles draw what one pass over it would
     noise = noise_of(seed, (rows + FIRST)[:, None] * tl.cdiv(K, 8) + eighths[None, :], ROWS, COLUMNS)
     size = tl.abs(x)
     bits = size.to(tl.uint32, bitcast=True)
+    # 20 bits of a float32's mantissa are below E4M3's: a carry out of them rounds up
     normal = ((bits + (noise << 4)) & 0xFFF00000).to(tl.float32, bitcast=True)
+    # subnormal codes are multiples of 2^-9, as far apart as each other
     small = tl.floor(size * 512 + noise.to(tl.float32) * (1.0 / 65536)) * (1.0 / 512)
     rounded = tl.where(size < _NORMAL, small, normal)
     rounded = tl.where(rounded > _MAX, _MAX, rounded)
@@ -50,6 +54,7 @@ def _stochastic_codes_kernel(
     sign = x.to(tl.uint32, bitcast=True) & 0x80000000
     found = (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     found = found.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # the cast before has written the code of what is not finite
     finite = bits < 0x7F800000
     tl.store(codes + rows[:, None] * STRIDE + columns[None, :], found, mask=live & finite)
 

@@ -24,6 +24,7 @@ def _group_sums_kernel(parts, out, block, N, EACH: tl.constexpr, DOWN: tl.conste
     across = tl.cdiv(N, ACROSS)
     g, n = tl.program_id(0) // across, tl.program_id(0) % across
     columns = n * ACROSS + tl.arange(0, ACROSS)
+    # a group's parts are those of its own blocks: none is of two groups
     first, end = tl.load(block + g) * EACH, tl.load(block + g + 1) * EACH
     total = tl.zeros((DOWN, ACROSS), tl.float32)
     for row in range(first, end, DOWN):
@@ -53,6 +54,7 @@ def _row_sums_kernel(
     rows = tl.program_id(0) * ACROSS + tl.arange(0, ACROSS)  # of the padded layout, all in one block
     block, within = tl.program_id(0) * ACROSS // SIZE, rows % SIZE
     used = tl.load(used_rows + block)
+    # rows of a block that its group does not have
     if tl.min(within, 0) >= used:
         return
     total = tl.zeros((DOWN, ACROSS), tl.float32)
@@ -66,6 +68,7 @@ def _row_sums_kernel(
 
 def row_sums(parts: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """Sum parts [tiles, padded] to packed rows [rows], with a zero tail."""
+    # zeros for the tail, which no program writes
     out = torch.zeros(groups.rows, dtype=dtype, device=parts.device)
     _row_sums_launch(*parts.shape)(parts, out, groups.source, groups.live)
     return out

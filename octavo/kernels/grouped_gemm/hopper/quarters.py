@@ -58,10 +58,12 @@ def add_scaled_quarters(HALF: gl.constexpr, left, right, of_rows, of_columns, re
     if steps > 0:  # Triton 3.6 drops a carried value that only bounds an inner loop: the last tile's would stay
         for _ in range(0, steps):
             mbarrier.wait(ready.index(stage), phase)
+            # rows in registers: four products read them, and shared memory once
             mine = left.index(stage).slice(HALF * QUARTER, QUARTER, dim=0).load(A)
             across, line = right.index(stage), of_columns.index(stage)
             first = _begun(mine, across, 0)
             second = _begun(mine, across, 1)
+            # while two products are on their way
             rows = of_rows.index(stage).slice(HALF * QUARTER, QUARTER, dim=1).permute((1, 0)).load(sum_layout(QUARTER))
             done = warpgroup_mma_wait(1, deps=[first])
             one = _added(one, done, rows, _columns_of(line, 0))
@@ -74,6 +76,7 @@ def add_scaled_quarters(HALF: gl.constexpr, left, right, of_rows, of_columns, re
             done = warpgroup_mma_wait(1, deps=[first])
             three = _added(three, done, rows, _columns_of(line, 2))
             done = warpgroup_mma_wait(0, deps=[second])
+            # the last read of this buffer: it can be given back before the addition
             columns = _columns_of(line, 3)
             fence_async_shared()
             mbarrier.arrive(empty.index(stage), count=1)
