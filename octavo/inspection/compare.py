@@ -12,6 +12,7 @@ from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import copied
 from octavo.inspection.inspect import inspect
+from octavo.inspection.inspected_layer import is_inspected
 from octavo.inspection.page_file import write
 from octavo.inspection.picture import Histogram, pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance, subject
@@ -328,7 +329,10 @@ def compare(
 
 
 def _worst(model: nn.Module, batch: Batch, loss: Loss | None, gpus: Sequence[torch.device]) -> tuple[Histogram, ...]:
-    """Return the histograms of the worst casts of one more forward and backward."""
+    """Return the histograms of the worst casts of one more forward and backward; none in a block of `octavo.inspect`,
+    whose copies record nothing more."""
+    if any(is_inspected(layer) for _, layer in layers(model)):
+        return ()
     with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))), inspect(model) as report:
         torch.manual_seed(0)
         gradients_of(model, batch, loss)

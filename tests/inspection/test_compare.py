@@ -133,6 +133,16 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
     assert "<h1>Gradients of mxfp8 and mxfp8 (2) are about as near to unquantized ones" in text
 
 
+def test_a_model_that_is_inspected_is_compared_without_pictures():
+    model = mlp()
+    octavo.convert(model, "mxfp8")
+    with octavo.inspect(model) as report:
+        found = octavo.compare(model, batches(1), "mxfp8", "nvfp4")
+    assert found.worst == ((), ()) and found.rows[0].first_error < found.rows[0].second_error
+    assert {row.calls for row in report.rows()} == {0}
+    assert [len(worst) for worst in octavo.compare(model, batches(1), "mxfp8", "nvfp4").worst] == [2, 2]
+
+
 def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
     model = mlp()
     octavo.convert(model, "bf16")
