@@ -51,8 +51,8 @@ _SHORTCUTS = {
 }  # fmt: skip
 # attributes of an octavo.Linear's instance that its teardown leaves
 _OF_LINEAR = (
-    "return_bias", "keep_weight_codes", "parallel", "column_blocks", "keeps_dtensors", "_ranks_checked", "_number",
-    "_codes_chosen", "amax_group", "_sharded",
+    "return_bias", "keep_weight_codes", "save_original_input", "parallel", "column_blocks", "keeps_dtensors",
+    "_ranks_checked", "_number", "_codes_chosen", "amax_group", "_sharded",
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_every_layer_answers_the_whole_contract():
         if isinstance(layer, Layer) and not name.startswith(("custom.", "fused."))
     }
     assert set(layers) == {
-        "activation", "add", "amaxes", "chain", "coded-activation", "fork", "grouped-linear",
+        "activation", "add", "amaxes", "chain", "changed-linear", "coded-activation", "fork", "grouped-linear",
         "linear", "norm", "permute", "permute-probs", "rotary", "rounding", "router-logits", "shard-cast",
         "token-sort", "unpermute",
     }  # fmt: skip

@@ -128,3 +128,11 @@ def test_on_a_gpu(make, recipe):
         x, dy = (t.cuda() for t in batch(i))
         assert_equal(step(layer, x, dy, **given), step(plain, x, dy, **given))
         octavo.step(layer), octavo.step(plain)
+
+
+def test_a_reverted_layer_is_plain_and_converts_again():
+    model = torch.nn.Sequential(octavo.Linear(64, 48, recipe="fp8-block", save_original_input=True))
+    octavo.revert(model)
+    assert type(model[0]) is torch.nn.Linear and "save_original_input" not in vars(model[0])
+    octavo.convert(model, "fp8-block")
+    assert not model[0].save_original_input
