@@ -216,7 +216,7 @@ class Linear(SplitLayer, nn.Linear):
             >>> layer(torch.ones(8, 64), fp8_output=True)
             QTensor(8x32, block-1d, cpu)
         """
-        if fp8_grad:
+        if fp8_grad is True:  # torch.fx passes a symbol
             raise UnsupportedConfig(
                 "fp8_grad=True: autograd passes gradients in the dtype of x. In an octavo.Sequential of this layer and "
                 "the one before, dx leaves as codes where a fusion takes them. Leave fp8_grad out."

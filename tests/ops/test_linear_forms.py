@@ -53,6 +53,7 @@ def test_the_constructor_takes_what_nn_linear_takes_in_its_order():
     assert all(p.kind is p.KEYWORD_ONLY for p in more.values())
     assert list(more) == [
         "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "keep_weight_codes",
+        "save_original_input",
         "strict", "parallel_mode", "sequence_parallel", "tp_group", "gather_again",
         "column_blocks",
     ]  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_replay_does_what_is_written(kind, recipe, device, monkeypatch):
         assert_equal(step(module, *args), as_written(monkeypatch, partial(step, twin, *args)))
         # the first step of delayed scaling measures, and is another call. On a CPU stochastic rounding shifts a
         # number by a tensor, which torch before 2.15 makes a tensor of: such a call is not recorded
-        if i > 1 and not (device == "cpu" and is_stochastic(recipe)):
+        if i > 1 and not (device == "cpu" and recipe and is_stochastic(recipe)):
             assert recordings() == (0 if device == "cpu" and kind == "grouped" else 2)  # that reference reads sizes
 
 
