@@ -7,6 +7,7 @@
     corpus          the text to train on
     training        one run
     split_model     a run on several ranks
+    pipeline_stages  its blocks, and microbatches, over the ranks of a pipeline
     saves           the folder of a run
     numerics        what a recipe does to tensors at sampled steps
     progress        the progress bar
