@@ -172,7 +172,10 @@ def test_no_paragraph_is_long(page):
     assert [p for p in found if len(p.split()) > LONGEST] == []
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "CHANGELOG.md"], ids=name)
+LISTS = ("CHANGELOG.md", "promises.md")  # looked up in, not read; tests check the second against its sources
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name not in LISTS], ids=name)
 def test_no_page_is_long(page):
     text = page.read_text()
     assert len((prose(text) if page.name == "CONTRIBUTING.md" else text).split()) <= LONGEST_PAGE
