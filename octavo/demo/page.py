@@ -267,4 +267,4 @@ def _numerics(run: dict[str, Any], heat: HeatMap, colours: dict[str, str]) -> li
     at = [str(sample["step"]) for sample in run["numerics"]]
     steps = ", ".join(at if len(at) <= 8 else [*at[:3], "…", at[-1]])
     title = heading(named(colours[run["recipe"]], f"{run['recipe']}, steps {steps}"), 3)
-    return [title, heat.findings(), heat.html(f"Layers in {run['recipe']}, the worst first")]
+    return [title, heat.findings(), heat.html(heat.caption(run["recipe"]))]

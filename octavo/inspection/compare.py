@@ -18,6 +18,7 @@ from octavo.inspection.picture import Histogram, pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance, subject
 from octavo.inspection.steps import Batch, Loss, give_recipe, gradients_of, listed
 from octavo.inspection.webpage import (
+    EXAMPLE,
     Card,
     Cell,
     HeatRow,
@@ -156,7 +157,7 @@ class Comparison(NamedTuple):
             pictures(dict(zip(self._names(), self.worst, strict=False))),
         ]
         said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
-        target = command.split()[2] if command.startswith("octavo compare ") else "mymodule:example"
+        target = command.split()[2] if command.startswith("octavo compare ") else EXAMPLE
         commands = [f'octavo inspect {target} --recipe "{recipe}" --html inspect.html' for recipe in self.recipes]
         made = provenance(
             model=self.subject.model,

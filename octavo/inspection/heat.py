@@ -101,6 +101,11 @@ class HeatMap:
         """Return the layers: those with a finding, then the worst first."""
         return [self._layers_by_anchor[row.anchor] for row in self._ordered()]
 
+    def caption(self, recipe: str) -> str:
+        """Return what the map shows, and in which order."""
+        order = "the worst first" if self.sick or any(row.shade for row in self.rows) else "none of them shaded"
+        return f"Layers in {recipe}, {order}"
+
     def html(self, caption: str) -> Markup:
         """Return the rows; layers without a finding are folded after the worst few."""
         if not self._columns:

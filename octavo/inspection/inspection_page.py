@@ -12,6 +12,7 @@ from octavo.inspection.provenance import Subject, provenance
 from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, cells
 from octavo.inspection.timeline import timelines
 from octavo.inspection.webpage import (
+    EXAMPLE,
     Card,
     Markup,
     bullets,
@@ -61,7 +62,7 @@ def page(
         for place, (recipe, layers) in enumerate(by_recipe.items())
     }
     ran = any(row.calls for row in rows)
-    maps = [heat.html(f"Layers in {recipe}, the worst first") for recipe, heat in heats.items() if ran]
+    maps = [heat.html(heat.caption(recipe)) for recipe, heat in heats.items() if ran]
     parts = [
         *([paragraph(RUNNING)] if made.running else []),
         *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
@@ -153,7 +154,7 @@ def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -
 
 
 def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:
-    target = command.split()[2] if command.startswith("octavo inspect ") else "mymodule:example"
+    target = command.split()[2] if command.startswith("octavo inspect ") else EXAMPLE
     chosen = f' --recipe "{recipes[0]}"' if len(recipes) == 1 else ""
     if any(one.recipe is not None for one in advice):
         said = "Write the recipes that helped as a policy, and run the model in it. octavo.convert takes it too."
@@ -164,4 +165,4 @@ def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advi
         return try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}"])
     other = "fp8-block" if recipes[0] != "fp8-block" else "mxfp8"
     said = "Compare its gradients with those of another recipe."
-    return try_next(said, [f'octavo compare {target} "{recipes[0]}" {other} --html compare.html'])
+    return try_next(said, [f'octavo compare {target} "{recipes[0]}" "{other}" --html compare.html'])

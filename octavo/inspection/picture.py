@@ -20,8 +20,8 @@ WIDE, HIGH, SIDE, TOP, FLOOR = 480, 200, 30, 26, 136  # of a picture; where its 
 PICTURES = 4  # of the worst tensors on a page
 PICTURED = (
     "Bars: the tensor's magnitudes, divided by the scale that its cast used, as shares of the values that are not "
-    "zero. Ticks: the values that the format can hold. What is left of the ticks becomes zero, what is right of them "
-    "saturates. Up to 262,144 values of each call."
+    "zero. Ticks: the values that the format can hold. Values below the first tick become zero, values above the last "
+    "one saturate. Up to 262,144 values of each call."
 )
 SVG_COLOURS = {
     "bar": "var(--first,#2f6fde)", "lost": "rgb(var(--bad,194 65 12))", "tick": "var(--ink,#1d2129)",

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from octavo.text import printable
 
+EXAMPLE = "mymodule:example"  # in commands to paste, where the page knows no function
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6270; --line: #d9dde3; --ground: #fff; --panel: #f5f7fa;
   --first: #2f6fde; --bad: 194 65 12; --ok: #2a8a5f; --link: #1f5fc4; }
@@ -206,6 +208,8 @@ def cards(found: Sequence[Card]) -> Markup:
 
 def try_next(said: str, commands: Sequence[str]) -> Markup:
     """Return commands to paste, and what for."""
+    if any(EXAMPLE in command for command in commands):
+        said += f" {EXAMPLE} stands for a function of yours that returns the model and a batch."
     body = "".join(f'<pre tabindex="0">{code(command)}</pre>' for command in commands)
     return section("Try next", Markup(f'<div class="next">{paragraph(said)}{body}</div>'))
 
