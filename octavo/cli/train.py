@@ -23,7 +23,8 @@ bit. Ctrl-C then ends the step, saves, and prints the command that resumes. A re
 beside the runs that it has.
 
 --parallel tp=2,dp=2 splits the layers of the recipe over two ranks and each batch over two, on the four ranks of
-torchrun --nproc-per-node 4 -m octavo train ...
+torchrun --nproc-per-node 4 -m octavo train ...; fsdp=N shards parameters too, and pp=N makes a pipeline. With dp=N and
+--out DIR, ranks that torchrun restarts go on from the last checkpoint.
 
 One small run shows that a recipe trains. It does not rank recipes: another seed moves a gap by half a percent at this
 size, and the small model is too small to gain speed.
@@ -36,7 +37,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,11 @@ def _page_of(arguments: argparse.Namespace) -> str | None:
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
-    page_at, command = _page_of(arguments), output.command_line(arguments)
+    writes = plan.ranks is None or plan.ranks.is_first
+    page_at, command = _page_of(arguments) if writes else None, output.command_line(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
+    if saved is not None and plan.ranks is not None:
+        saved = replace(saved, writes=plan.ranks.is_first)
     try:
         report = output.produce(partial(compare, plan, subjects, saved, command), render, arguments.json)
     except output.Interrupted as stop:

@@ -127,6 +127,11 @@ class GPT(nn.Module):
         return logits
 
 
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy of next bytes."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
 def loss_of(
     call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
 ) -> Tensor:

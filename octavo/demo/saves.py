@@ -1,6 +1,7 @@
 """The folder of `octavo train --out DIR`: checkpoints of all runs, each in a folder of its own, saved by Ctrl-C too."""
 
 import argparse
+import os
 import re
 import shlex
 import signal
@@ -19,6 +20,7 @@ from octavo.checkpoints.checkpoint import extra_of, load_checkpoint, save_checkp
 from octavo.checkpoints.folder import newest, newest_and_skipped, read_manifest
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # in the environment: how often torchrun has started all ranks anew
 BASELINE = "bf16"  # the folder of the baseline in DIR
 OPTIONS = (
     "model", "recipe", "policy", "size", "data", "steps", "batch", "seed", "device", "json", "html", "save_every",
@@ -46,6 +48,7 @@ class Saves:
     runs: tuple[str, ...]  # folders in it
     resume: bool = False
     every: int | None = None
+    writes: bool = True  # False on a rank that only reads
 
 
 def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -76,6 +79,8 @@ def from_options(arguments: argparse.Namespace, folders: Sequence[str]) -> Saves
         folder.mkdir(parents=True, exist_ok=True)
         for run in runs:
             _check_none_is_damaged(folder / run)
+        if os.environ.get(RESTARTS, "0") != "0":  # torchrun repeats the command that it was given
+            return Saves(folder, runs, any(_newest(folder / run) for run in runs), arguments.save_every)
         if any(_newest(folder / run) for run in runs) != arguments.resume:
             raise UnsupportedConfig(
                 f"--resume goes on with a run, and {folder} has no complete checkpoint. Leave it out, or name another "
@@ -164,7 +169,7 @@ class Keeper:
         """End a step: save if that is due, and raise KeyboardInterrupt after Ctrl-C."""
         every = self.saves.every
         due = self.asked or step == self.steps or (every is not None and step % every == 0)
-        if due and step > self.saved:
+        if due and step > self.saved and self.saves.writes:
             try:
                 save_checkpoint(self.folder, model, optimizer, step=step, extra={"settings": self.settings, **state()})
             except OSError as error:

@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from octavo._torch.compilation import reset as forget_graphs
+from octavo.communication.groups import rank_of
 from octavo.demo import corpus, split_model
-from octavo.demo.gpt import GPT, Shape, loss_of
+from octavo.demo.gpt import GPT, Shape, cross_entropy, loss_of
 from octavo.demo.moe_gpt import LoadMeter, MixtureShape, mixtures
 from octavo.demo.numerics import Sampler
 from octavo.demo.progress import Progress
 from octavo.demo.saves import Keeper
+from octavo.demo.stages import Pipeline, Stage
 from octavo.errors import UnsupportedConfig
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
@@ -72,6 +74,14 @@ class Plan:
     def tokens(self) -> int:
         """Return the number of bytes predicted in one step."""
         return self.batch * self.shape.context
+
+    def pipeline(self, model: GPT) -> Pipeline | None:
+        """Return this rank's stage of a model, with the others; None if there is one stage."""
+        ranks = self.ranks
+        if ranks is None or ranks.pp == 1:
+            return None
+        stage = Stage(model, rank_of(ranks.pp_group), ranks.pp)
+        return Pipeline(stage, ranks.pp_group, self.batch // (ranks.dp * ranks.fsdp), self.shape.width)
 
     def model(self) -> str:
         """Return the name of the model, as --model takes it."""
@@ -162,7 +172,11 @@ def train(
         converted(model, chosen, 0 if keeper is None else keeper.steps_made())
         if plan.ranks is not None:
             split_model.split(model, plan.ranks)
-    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
+    pipeline = None if plan.ranks is None else plan.pipeline(model)
+    own: nn.Module = model if pipeline is None else pipeline.stage  # what this rank has
+    if plan.ranks is not None:
+        plan.ranks.shard(own)
+    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else pipeline or model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
     sampler = Sampler(plan.steps, plan.samples)
 
@@ -178,7 +192,7 @@ def train(
     run = None if keeper is None else SavedRun(keeper, losses, clock, sampler)
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
     try:
-        optimize(model, call, sampler.following(data, plan.device), plan, note, quantized=chosen is not None, run=run)
+        optimize(own, call, sampler.following(data, plan.device), plan, note, quantized=chosen is not None, run=run)
     finally:
         progress.close()
     peak = clock.peak_mib()
@@ -210,13 +224,20 @@ def optimize(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
     ranks = plan.ranks
-    attached = attach(model, optimizer, None if ranks is None else ranks.everyone) if quantized else None
+    attached = attach(model, optimizer, None if ranks is None else ranks.stage_group) if quantized else None
     balanced = mixtures(model)
     begun = 0 if run is None else run.restore(model, optimizer, schedule)
-    with nullcontext() if run is None else run.keeper.finishing_steps():
+    if ranks is not None:
+        ranks.wait()  # all have read the checkpoint before one of them writes the next
+    # a rank that stops at Ctrl-C would leave the others waiting: all of them end at once then
+    with nullcontext() if run is None or ranks is not None else run.keeper.finishing_steps():
         for step, batch in islice(enumerate(data, start=1), begun, None):
-            loss = loss_of(call, (batch if ranks is None else ranks.own_rows(batch)).to(plan.device))
-            sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
+            rows = (batch if ranks is None else ranks.own_rows(batch)).to(plan.device)
+            if isinstance(call, Pipeline):
+                loss = call.backward(rows[:, :-1], rows[:, 1:], cross_entropy)
+            else:
+                loss = loss_of(call, rows)
+                sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
             if ranks is None:
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             else:

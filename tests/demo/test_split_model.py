@@ -12,11 +12,12 @@ import torch.distributed as dist
 from octavo.cli import main, train
 from octavo.demo import split_model
 from octavo.demo.gpt import GPT, Shape
+from octavo.demo.stages import Stage
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import recipe
 from tests.support.processes import ROOT
 
-SMALL = Shape(width=64, layers=1, heads=4, context=32)
+SMALL = Shape(width=64, layers=2, heads=4, context=32)
 
 
 def losses(chosen, ranks=None):
@@ -24,19 +25,27 @@ def losses(chosen, ranks=None):
     return train.train(plan, None if chosen is None else recipe(chosen))
 
 
-def _train(group, rank, chosen, tp, dp):
-    assert dist.get_world_size() == tp * dp
-    return losses(chosen, split_model.joined(tp, dp, torch.device("cpu"))).losses
+def _train(group, rank, chosen, tp, dp, fsdp, pp):
+    assert dist.get_world_size() == tp * dp * fsdp * pp
+    found = losses(chosen, split_model.joined(tp, dp, torch.device("cpu"), fsdp, pp))
+    return [*found.losses, found.loss]
+
+
+GRIDS = [(2, 2, 1, 1), (4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 1, 1, 2), (1, 2, 1, 2)]
+FAST = [(None, (2, 2, 1, 1)), ("fp8-block", (2, 1, 2, 1)), ("fp8-delayed", (2, 1, 1, 2)), ("fp8-current", (1, 1, 2, 2))]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "tp", "dp"), [(None, 2, 2), ("fp8-delayed", 2, 2), ("fp8-block", 4, 1), ("fp8-current", 1, 4)]
-)
-def test_four_ranks_have_the_losses_of_one_process(ranks, chosen, tp, dp):
-    right = losses(chosen).losses
-    found = ranks.run(_train, chosen, tp, dp)
-    assert all(own == found[0] for own in found)
-    assert found[0] == pytest.approx(right, rel=2e-3)
+    ("chosen", "grid"),
+    [*FAST, *[pytest.param(chosen, grid, marks=pytest.mark.slow) for grid in GRIDS
+              for chosen in (None, "fp8-current", "fp8-delayed", "fp8-block") if (chosen, grid) not in FAST]],
+)  # fmt: skip
+def test_four_ranks_have_the_losses_of_one_process(ranks, chosen, grid):
+    whole = losses(chosen)
+    found = ranks.run(_train, chosen, *grid)
+    for own in found:
+        assert own == pytest.approx([*whole.losses, whole.loss], rel=2e-3)
+        assert own == found[0] or grid[2] * grid[3] > 1
 
 
 def _shapes(group, rank):
@@ -54,10 +63,27 @@ def test_a_rank_has_some_heads_and_features(ranks):
         assert shapes == [(48, 64), (64, 16), (64, 64), (64, 64)]
 
 
-@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=2,tp=2", "pp=2", "tp=2;dp=2", "tp=-1"])
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=2,tp=2", "ep=2", "tp=2;dp=2", "tp=-1"])
 def test_other_texts_are_refused(text):
-    with pytest.raises(UnsupportedConfig, match="--parallel takes tp=N,dp=N"):
+    with pytest.raises(UnsupportedConfig, match="--parallel takes pp=N, dp=N, fsdp=N, tp=N"):
         split_model.sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(["tp=2", "--out", "run"], "--out saves whole models"), (["fsdp=2", "--model", "moe"], "splits the gpt, and batches of every model"),
+     (["pp=2", "--compile"], "runs in eager mode")],
+)  # fmt: skip
+def test_what_ranks_cannot_do_is_refused(options, says, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(train, "check_compiler", lambda device: None)
+    assert main(["train", "--steps", "1", "--parallel", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_stage_has_a_block():
+    with pytest.raises(UnsupportedConfig, match="pp=3 gives each stage a block, and the model has 2"):
+        Stage(GPT(SMALL, seed=0), 0, 3)
 
 
 def test_too_few_ranks_are_told_the_command(capsys):
@@ -71,16 +97,18 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "octavo", "train"]
-    options = ["--parallel", "tp=2,dp=2", "--steps", "8", "--recipe", "fp8-delayed", "--json", str(tmp_path / "f.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize(("parallel", "number"), [("tp=2,dp=2", 4), ("pp=2,fsdp=2,tp=2", 8)])
+def test_torchrun(tmp_path, parallel, number):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    command += ["-m", "octavo", "train", "--parallel", parallel]
+    options = ["--steps", "8", "--recipe", "fp8-delayed", "--json", str(tmp_path / "f.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run([*command, *options], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("fp8-delayed") == 1  # one rank prints
     report = json.loads((tmp_path / "f.json").read_text())
     right = train.train(train.Plan(steps=8), recipe("fp8-delayed"))
-    assert report["recipe"]["loss"] == pytest.approx(right.loss, rel=2e-3)
+    assert report["recipes"][0]["loss"] == pytest.approx(right.loss, rel=2e-3)
 
 
 TORCHRUN = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
