@@ -71,7 +71,7 @@ def test_other_texts_are_refused(text):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [(["tp=2", "--out", "run"], "--out saves whole models"), (["fsdp=2", "--model", "moe"], "splits the gpt, and batches of every model"),
+    [(["tp=2", "--out", "run"], "--out saves whole models"), (["fsdp=2", "--model", "moe"], "splits the gpt"),
      (["pp=2", "--compile"], "runs in eager mode")],
 )  # fmt: skip
 def test_what_ranks_cannot_do_is_refused(options, says, monkeypatch, capsys):
