@@ -2,7 +2,8 @@
 
 The layers of a recipe are split over the tp ranks: the projections to q, k and v by heads, MLPs by features. The dp and
 fsdp ranks have parts of each batch; the dp ranks average their gradients, and FSDP2 shards parameters over the fsdp
-ranks. Each pp rank has some of the blocks (`octavo.demo.stages`). The bf16 run is plain torch, whole on every tp rank.
+ranks. Each pp rank has some of the blocks (`octavo.demo.pipeline_stages`). The bf16 run is plain torch, whole on every
+tp rank.
 """
 
 import argparse

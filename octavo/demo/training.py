@@ -23,9 +23,9 @@ from octavo.demo import corpus, split_model
 from octavo.demo.gpt import GPT, Shape, cross_entropy, loss_of
 from octavo.demo.moe_gpt import LoadMeter, MixtureShape, mixtures
 from octavo.demo.numerics import Sampler
+from octavo.demo.pipeline_stages import Pipeline, Stage
 from octavo.demo.progress import Progress
 from octavo.demo.saves import Keeper
-from octavo.demo.stages import Pipeline, Stage
 from octavo.errors import UnsupportedConfig
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport

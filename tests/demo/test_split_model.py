@@ -12,7 +12,7 @@ import torch.distributed as dist
 from octavo.cli import main, train
 from octavo.demo import split_model
 from octavo.demo.gpt import GPT, Shape
-from octavo.demo.stages import Stage
+from octavo.demo.pipeline_stages import Stage
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import recipe
 from tests.support.processes import ROOT
