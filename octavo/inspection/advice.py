@@ -118,11 +118,10 @@ def policy_of(advice: Iterable[Advice], in_use: dict[str, str]) -> Policy:
     rules: list[tuple[list[str], str]] = []
     for name in dict.fromkeys(chosen.values()):
         rules.append(([layer for layer, own in chosen.items() if own == name], name))
-    kept = dict.fromkeys(own for layer, own in in_use.items() if layer not in chosen)
-    if len(kept) == 1:
-        rules.append((["*"], next(iter(kept))))
-    else:
-        rules += [([path for path, own in in_use.items() if own == name and path not in chosen], name) for name in kept]
+    kept = Counter([own for layer, own in in_use.items() if layer not in chosen]).most_common()
+    for name, _ in kept[1:]:
+        rules.append(([path for path, own in in_use.items() if own == name and path not in chosen], name))
+    rules += [(["*"], name) for name, _ in kept[:1]]
     if not rules:
         raise UnsupportedConfig("There is no layer to write a policy for.")
     return Policy(rules)

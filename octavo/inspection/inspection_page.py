@@ -1,6 +1,7 @@
 """The page of an inspection: whether a layer needs a look, its findings, the heat map of each recipe, the pictures of
 the worst tensors, and all numbers to unfold."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -155,7 +156,9 @@ def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -
 
 def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:
     target = command.split()[2] if command.startswith("octavo inspect ") else EXAMPLE
-    chosen = f' --recipe "{recipes[0]}"' if len(recipes) == 1 else ""
+    given = re.search(r" --policy (\S+)", command)
+    # the policy that was in use is the one to go on from, or its own cures would be found and written anew
+    chosen = f" --policy {given[1]}" if given else f' --recipe "{recipes[0]}"' if len(recipes) == 1 else ""
     if any(one.recipe is not None for one in advice):
         said = "Write the recipes that helped as a policy, and run the model in it. octavo.convert takes it too."
         again = f"octavo inspect {target} --policy {POLICY_FILE} --html cured.html"

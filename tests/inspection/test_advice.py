@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.inspection.advice import LESS
+from octavo.inspection.advice import LESS, Advice, policy_of
 from tests.support.recipe_traits import QUANTIZED
 
 WIDTH, TOKENS = 256, 64
@@ -133,3 +133,10 @@ def test_advice_improves_planted_faults_in_every_recipe():
     bad = {case: str(one[0]) for case, one in judged.items() if case not in good}
     print(f"{len(good)} of {len(judged)} improved, of {len(CASES)} planted; not improved: {bad}")
     assert len(judged) >= 60 and len(good) >= 0.9 * len(judged), bad
+
+
+def test_a_policy_names_the_layers_of_the_rarer_recipe_alone():
+    in_use = {"a": "fp8-current", "b": "fp8-current", "c": "mxfp8", "sick": "fp8-current"}
+    advice = [Advice("sick", "w", "underflow", "fp8-current", 1.0, "mxfp8", 0.0, (("mxfp8", 0.0),))]
+    found = [(rule.layers, str(rule.recipe)) for rule in policy_of(advice, in_use).rules]
+    assert found == [(("sick",), "mxfp8"), (("c",), "mxfp8"), (("*",), "fp8-current")]

@@ -99,6 +99,8 @@ def test_the_page_has_the_policy_of_the_recipes_that_helped():
     text = report.html("octavo inspect mine:model --recipe fp8-current")
     assert f'recipe = "{advice.recipe}"' in text.replace("&quot;", '"')
     assert "octavo inspect mine:model --recipe &quot;fp8-current&quot; --write-policy policy.toml" in text
+    text = report.html("octavo inspect mine:model --policy first.toml --html page.html")
+    assert "octavo inspect mine:model --policy first.toml --write-policy policy.toml" in text, "its cures are kept"
 
 
 # -- pages that are rewritten ------------------------------------------------------------------------------------------
