@@ -29,7 +29,8 @@ class _ScatteredSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         more = None, None, None, None
-        if torch.is_grad_enabled() or type(dy) is not Tensor or dispatch_depth() or is_batched(dy):
+        reads_gradients = torch.is_anomaly_enabled()  # it takes the NaN for one of the program
+        if torch.is_grad_enabled() or type(dy) is not Tensor or dispatch_depth() or is_batched(dy) or reads_gradients:
             return collectives.gather(dy, *ctx.call), *more
         size, group, where = ctx.call
         q = collectives.gather_codes(ctx.cast(dy), size, group, where)

@@ -375,7 +375,7 @@ def _cast(
     if amax is not None:
         _raise(running, amax)
     number = 3 if row.two_level else 2
-    return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)]), amax
+    return tuple(parts[:number]), tuple(parts[number:]) if has_columns else (), amax
 
 
 def _observes(layer: Any, recipe: Recipe) -> bool:

@@ -16,6 +16,7 @@ from octavo.communication import collectives, shared_rows
 from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
+from octavo.communication.scattered_sum import Cast
 from octavo.communication.shared_rows import SharedRows
 from octavo.communication.tensor_parallel import (
     SPLIT,
@@ -347,8 +348,12 @@ class Linear(SplitLayer, nn.Linear):
             mark_blocks(y, parallel)
         else:
             scatters = parallel.sequence and stage.needs and not as_nodes
-            y = self.op_finish(y, cast_of_dy(stage, parallel.group, where) if scatters else None)
+            y = self.op_finish(y, self._dy_cast(stage, parallel, where) if scatters else None)
         return (y, self._bias_of_caller()) if self.return_bias else y
+
+    def _dy_cast(self, stage: Stage, parallel: Parallel, where: str) -> Cast | None:
+        """Return the cast of a rank's rows of dy before they are gathered; None if values are."""
+        return cast_of_dy(stage, parallel.group, where)
 
     def _rows_of_all(self, parallel: Parallel, x: Any, source: Any) -> SharedRows:
         """Return x, which all ranks have, for siblings that share the sum of its gradient over ranks."""

@@ -1,5 +1,6 @@
 """Plans of torch itself on a converted model, and models that another library has split before."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -280,3 +281,36 @@ def test_a_group_that_was_made_again_can_be_set(ranks):
         assert "torch.distributed has no process group named" in gone
         assert same == [True] * 4
         assert "takes the rows of all ranks on each of them" in grouped
+
+
+PAIRS = {
+    "block": (
+        lambda recipe: octavo.LayerNormMLP(HIDDEN, FFN, activation="gelu", recipe=recipe),
+        {"fc1": tp.ColwiseParallel(), "fc2": tp.RowwiseParallel()},
+    ),
+    "run": (
+        lambda recipe: octavo.Sequential(
+            octavo.Linear(HIDDEN, FFN, recipe=recipe), octavo.ops.GELU(), octavo.Linear(FFN, HIDDEN, recipe=recipe)
+        ),
+        {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()},
+    ),
+}
+
+
+def _pair(group, rank, kind, recipe):
+    build, plan = PAIRS[kind]
+    torch.manual_seed(3)
+    one, (x, dy) = build(recipe), data()
+    split = parallelize_module(copy.deepcopy(one), mesh_of(group), plan)
+    y, right = split(x), one(x)
+    y.backward(dy), right.backward(dy)
+    grads = [(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, q.grad)
+             for p, q in zip(split.parameters(), one.parameters(), strict=True)]  # fmt: skip
+    return relative_error(y.detach(), right.detach()), max(relative_error(a, b) for a, b in grads)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-block"])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_blocks_and_runs_follow_torchs_own_plan(ranks, kind, recipe):
+    for y, grads in ranks.run(_pair, kind, recipe, size=2):
+        assert y < SUMS and grads < SUMS

@@ -180,6 +180,9 @@ def _sent(group, rank, recipe, mode, sequence):
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_inspection_sends_nothing_between_ranks(ranks, recipe, mode, sequence):
     for inspected, plain in ranks.run(_sent, recipe, mode, sequence, size=2):
+        if (recipe, mode, sequence) == ("fp8-current", "row", True):  # dy travels as codes, but in a block as values
+            (what, nbytes), *most = inspected.pop(), plain.pop(), plain.pop()
+            assert most == [(what, nbytes // 4), ("all-reduce (max)", 4)]
         assert inspected == plain != []
 
 

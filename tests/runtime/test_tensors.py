@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
@@ -182,32 +181,18 @@ def mesh():
         dist.destroy_process_group()
 
 
-PLANS = {
-    "linear": ColwiseParallel(),
-    "mlp": {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
-    "sequential": {"0": ColwiseParallel(), "2": RowwiseParallel()},
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", PLANS)
-def test_tensor_parallelism_is_refused(kind, recipe, mesh):
-    module = parallelize_module(build(kind, recipe)[0], mesh, PLANS[kind])
-    with pytest.raises(Unsupported, match=f"{PARALLEL}.*{FSDP}"):
-        module(torch.randn(ROWS, K))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtensors_are_refused_as_input_and_as_parameters(kind, recipe, mesh):
     module, extra_inputs = build(kind, recipe)
     x = torch.randn(ROWS, K)
     sharded = distribute_tensor(torch.randn(2 * ROWS, K), mesh, [Shard(0)])
-    with pytest.raises(UnsupportedDtype, match=PARALLEL):
+    with pytest.raises(Unsupported, match="has a plain weight, and x is a DTensor" if kind == "linear" else PARALLEL):
         module(sharded, *extra_inputs)
     with_parameters(module, lambda t: distribute_tensor(t, mesh, [Replicate()]))
-    for given in (x, sharded):
-        with pytest.raises(UnsupportedDtype, match=f"{PARALLEL}.*{FSDP}"):
+    plan = f"{PARALLEL}.*{FSDP}"
+    for given, refused in ((x, plan), (sharded, "has a weight of DeviceMesh" if kind == "linear" else plan)):
+        with pytest.raises(Unsupported, match=refused):
             module(given, *extra_inputs)
 
 
