@@ -240,7 +240,7 @@ def gathered(
     if torch.compiler.is_compiling():
         return _gather(layer, parallel, recipe, x, trains, as_nodes)
     scaling, delayed = layer._scaling, recipe.stateful
-    measures, observes = delayed and "x" in scaling.uncalibrated, _observes(layer, recipe)
+    measures, observes = delayed and scaling.uncalibrated.x, _observes(layer, recipe)
     key = (
         parallel.group, parallel.gather_again, recipe.key, x.dtype, trains, measures, observes, as_nodes,
         x.requires_grad and torch.is_grad_enabled(),

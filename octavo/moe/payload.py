@@ -27,7 +27,7 @@ class Payload(NamedTuple):
     one_scale: bool = False  # the ranks agree on one scale for the rows of all experts: other codes than with values
 
 
-NO_CODES = Payload(why="nobody said by which recipe the experts quantize")
+NO_CODES = Payload(why="no recipe of the experts was given")
 
 
 def payload_of(experts: Sequential) -> Payload:
