@@ -7,7 +7,6 @@ they share alike.
 """
 
 import threading
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
@@ -22,7 +21,7 @@ class SharedRows(NamedTuple):
 
     x: Any  # the rows, or their codes
     columns: Parts = ()  # their codes by column, besides those in x
-    again: Any = nullcontext()  # entered by a call with them
+    again: Any = None  # a context that a call with them enters
     own: QTensor | None = None  # the codes of this rank's rows
     amax: Tensor | None = None  # of this rank's rows, if fp8-delayed observes it
 

@@ -10,7 +10,6 @@ so that x and w have the codes that one process would give them.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -277,7 +276,7 @@ def _gather(layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: b
     own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, anchor=anchor)
     whole = collectives.gather_codes(own, *ranks)
     if not has_columns:
-        again_context = GatherAgain(_rows_again(q, whole, *ranks)) if again else nullcontext()
+        again_context = GatherAgain(_rows_again(q, whole, *ranks)) if again else None
         return SharedRows(whole, (), again_context, q, amax)
     spec = quant.wgrad.right
     assert spec is not None

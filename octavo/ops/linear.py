@@ -5,6 +5,7 @@ the state of the recipe. `forward` gathers both and calls `octavo.ops.linear_lay
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -341,7 +342,7 @@ class Linear(SplitLayer, nn.Linear):
             rows = gathered(self, parallel, recipe, x, source, trains, as_nodes)
         elif column:
             rows = self._rows_of_all(parallel, x, source)
-        with rows.again:
+        with rows.again or nullcontext():
             stage = self._stage(rows.x, is_first_microbatch, fp8_output, as_nodes, parallel, rows.columns)
             y = self._run_stage(stage, rows.x, fp8_output, as_nodes)
         if column:
