@@ -2,11 +2,13 @@
 
     python3 -m benchmarks.parity --json benchmarks/results/parity-cpu.json
     python3 -m benchmarks.parity --device cuda --recipes fp8-block nvfp4
+    python3 -m benchmarks.parity --codes --recipes fp8-block --json benchmarks/results/parity-codes-h200.json
     python3 -m benchmarks.parity --device cuda --model moe --json benchmarks/results/parity-moe-h200.json
 
 The runs are those of `octavo train`: a small GPT on a book, float32 master weights, the loss on text held out, and a
 baseline in plain torch bf16 of the same seed. With `--model moe` its MLPs are mixtures of experts, the limits are
-narrower, and the file has the share of the held-out text that each expert of each layer got.
+narrower, and the file has the share of the held-out text that each expert of each layer got. With `--codes` the weights
+of a recipe's layers are codes, and `octavo.optim.AdamW` has their values in float32.
 
 One gap is noise of a percent either way; the mean over seeds is what is held against a limit, and single runs against a
 wider one. The recipe "bf16" is the control: the same arithmetic as the baseline but for the order of sums, so its gaps
@@ -51,6 +53,9 @@ MOE_FP8, MOE_NVFP4 = Limit(0.5, 2.0), Limit(1.5, 3.0, either_way=False)
 def main(argv: list[str] | None = None) -> int:
     parser = study.parser_of("parity", __doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt", help="as in octavo train; default: %(default)s")
+    parser.add_argument(
+        "--codes", action="store_true", help="weights that are codes, octavo.optim.AdamW with float32 master values"
+    )
     parser.add_argument("--recipes", nargs="+", default=list(SHIPPED))
     study.add_training(parser, STEPS, BATCH, SEEDS)
     return study.run(parser, argv, measure, render)
@@ -63,7 +68,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     baselines: list[Outcome] = []
     report: dict[str, Any] = {}
     for seed in arguments.seeds:
-        plan = Plan(arguments.steps, arguments.batch, seed, device, shape=shape_of(arguments.model))
+        plan = Plan(
+            arguments.steps, arguments.batch, seed, device, shape=shape_of(arguments.model), codes=arguments.codes
+        )
         print(f"seed {seed}", file=sys.stderr)
         baselines.append(train(plan, None, show=True))
         for name, subject in chosen.items():
@@ -71,6 +78,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
         report = {
             "machine": machine.describe(device),
             "model": arguments.model,
+            "codes": arguments.codes,
             "steps": plan.steps,
             "tokens_per_step": plan.tokens(),
             "seeds": arguments.seeds[: len(baselines)],
@@ -110,7 +118,8 @@ def limit_of(name: str, model: str = "gpt") -> Limit:
 
 
 def render(report: dict[str, Any]) -> str:
-    what = f"{report['model']}, {report['steps']} steps of {report['tokens_per_step']} bytes"
+    kind = ", weights that are codes" if report["codes"] else ""
+    what = f"{report['model']}{kind}, {report['steps']} steps of {report['tokens_per_step']} bytes"
     seeds, losses = study.numbers(report["seeds"], "d"), study.numbers(report["bf16"]["losses"], ".4f")
     head = f"{study.heading(report, what)}\nseeds {seeds}; bf16 losses {losses}"
     rows = [

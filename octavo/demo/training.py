@@ -32,6 +32,8 @@ from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
 from octavo.model.high_precision import HIGH_PRECISION
 from octavo.model.policy import Policy
+from octavo.model.refresh import quantize_weights
+from octavo.optim import AdamW
 from octavo.recipes import Recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
@@ -67,6 +69,7 @@ class Plan:
     samples: int = 0  # steps at which the tensors of quantized layers are inspected
     every: int | None = None  # in place of so many evenly spaced ones: the distance of these steps
     ranks: split_model.Ranks | None = None  # None in one process
+    codes: bool = False  # the weights of converted layers are codes, and the optimizer has their float32 values
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
@@ -173,6 +176,8 @@ def train(
     model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
         converted(model, chosen, 0 if keeper is None else keeper.steps_made())
+        if plan.codes:
+            quantize_weights(model, trainable=True, preserve_high_precision=True)
         if plan.ranks is not None:
             split_model.split(model, plan.ranks)
     pipeline = None if plan.ranks is None else plan.pipeline(model)
@@ -225,7 +230,8 @@ def optimize(
     every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's; `run`
     saves the run, and skips the steps that it has."""
     peak = RATE * min(1.0, REFERENCE_WIDTH / plan.shape.width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
+    kind = AdamW if plan.codes and quantized else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
     ranks = plan.ranks

@@ -6,6 +6,7 @@ any change of rounding moves it by up to a percent.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_gates_tell_a_worse_recipe_apart(checkpoints, exact):
     """Four bits do not pass for eight; nor do MX scales rounded down, which clip the largest values."""
     assert error(lockstep(checkpoints[-1], "nvfp4")[1], exact[-1][1]) > GATES["mxfp8"][1]
     assert error(lockstep(checkpoints[0], "mxfp8(rounding='floor')", exclude=())[1], exact[0][1]) > GATES["mxfp8"][1]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-delayed"])
+def test_codes_train_as_the_values_that_they_are_cast_from(recipe):
+    """The optimizer has the float32 values that a plain weight would have; the two optimizers sum in other orders."""
+    plan = training.Plan(steps=12, batch=2)
+    weights = []
+    runs = [
+        training.train(replace(plan, codes=codes), octavo.recipe(recipe), ended=lambda m: weights.append(m))
+        for codes in (False, True)
+    ]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=2e-3)
+    values, codes = (sum(p.untyped_storage().nbytes() for p in model.parameters()) for model in weights)
+    assert codes < 0.6 * values  # head and embedding stay float32
 
 
 # -- 400 steps, four seeds -------------------------------------------------------------------------------------------
