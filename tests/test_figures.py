@@ -488,3 +488,35 @@ def test_the_shares_of_nvfp4s_casts():
     text = " ".join(section(LOG, "## Casting to low precision").split())
     shown = re.search(r"([\d.]+) of copy for weights, ([\d.]+) for activations and ([\d.]+) for gradients", text)
     assert shown.groups() == tuple(f"{best[case]:.2f}" for case in ("weights", "activations", "gradients"))
+
+
+def test_the_loss_of_weights_that_are_codes():
+    found = results("parity-codes-h200")
+    assert found["codes"] and len(found["seeds"]) == 4
+    want = [
+        [f"`{row['recipe']}`", " ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]), f"{row['mean_percent']:+.2f}"]
+        for row in found["results"]
+    ]
+    assert [cells[:3] for cells in tables(LOSS, "### Weights that are codes")[0][1:]] == want
+    assert abs(next(row["mean_percent"] for row in found["results"] if row["recipe"] == "fp8-block")) <= 0.2
+
+
+def test_the_table_of_saved_tensors_on_the_host():
+    found = results("offload-h200")["results"]
+    delayed, block = (
+        {row["share"]: row for row in found if row["recipe"] == recipe} for recipe in ("fp8-delayed", "fp8-block")
+    )
+    (_, first, *rest) = tables("docs/training.md", "## Saved tensors on the host")[0]
+    assert first[:2] == ["nothing", "0"]
+    shares = [share for share in delayed if share is not None]
+    assert len(rest) == len(shares)
+    for cells, share in zip(rest, shares, strict=True):
+        row, other = delayed[share], block[share]
+        assert cells == [
+            f"{row['moved_mib'] / row['saved_mib']:.0%}",
+            f"{row['moved_mib']:.0f} of {row['saved_mib']:.0f}",
+            f"{row['of_step']:.3f}",
+            f"{row['peak_mib']:.0f}",
+            f"{other['of_step']:.3f}",
+            f"{other['peak_mib']:.0f}",
+        ]

@@ -1,8 +1,9 @@
 """`octavo.offload`: tensors that forward saves wait for backward in the host's memory, copied while kernels run."""
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +35,29 @@ class HostMemory:
         self._free.setdefault((buffer.numel(), pinned), []).append(buffer)
 
 
+class Copies(NamedTuple):
+    """The streams of a GPU's copies: there and back at once, as the bus allows."""
+
+    to_host: Any
+    to_device: Any
+
+
 class Saved:
     """One saved tensor on the host."""
 
-    def __init__(self, tensor: Tensor, memory: HostMemory, stream: Any) -> None:
+    def __init__(self, tensor: Tensor, memory: HostMemory, copies: Copies | None) -> None:
         self.shape, self.strides, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.stream = stream
-        nbytes, pinned = tensor.numel() * tensor.element_size(), stream is not None
+        self.copies = copies
+        nbytes, pinned = tensor.numel() * tensor.element_size(), copies is not None
         self.buffer = memory.take(nbytes, pinned)
         weakref.finalize(self, memory.give_back, self.buffer, pinned)
-        if stream is not None:
+        if copies is not None:
+            stream = copies.to_host
             stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(copies.to_device)  # which may still read what this buffer held
             with torch.cuda.stream(stream):
                 self._view(self.buffer).copy_(tensor, non_blocking=True)
+                self._copied = stream.record_event()
             tensor.record_stream(stream)  # its memory waits for the copy
         else:
             self._view(self.buffer).copy_(tensor)
@@ -58,14 +69,16 @@ class Saved:
         """Begin to copy the tensor back, unless it is there."""
         if self._fetched is not None or self._alive() is not None:
             return
-        if self.stream is None:
+        if self.copies is None:
             self._fetched = self._empty()
             self._fetched.copy_(self._view(self.buffer))
             return
-        with torch.cuda.stream(self.stream):
+        stream = self.copies.to_device
+        stream.wait_event(self._copied)
+        with torch.cuda.stream(stream):
             self._fetched = self._empty()
             self._fetched.copy_(self._view(self.buffer), non_blocking=True)
-            self._event = self.stream.record_event()
+            self._event = stream.record_event()
 
     def tensor(self) -> Tensor:
         """Return the tensor on its device."""
@@ -74,7 +87,7 @@ class Saved:
             self.fetch()
             found, self._fetched = self._fetched, None
             assert found is not None
-            if self.stream is not None:
+            if self.copies is not None:
                 current = torch.cuda.current_stream(self.device)
                 current.wait_event(self._event)
                 found.record_stream(current)
@@ -91,6 +104,15 @@ class Saved:
         return buffer.view(self.dtype).as_strided(self.shape, self.strides)
 
 
+class Stayed(NamedTuple):
+    """A saved tensor that stays on the device."""
+
+    tensor: Tensor
+    version: int  # torch compares none under hooks: a tensor written to afterwards would give wrong gradients
+    moved_before: int  # how many tensors were moved before this one was saved
+    stayed_before: int  # bytes that had stayed
+
+
 class Offload:
     """The block of `octavo.offload`: enter it for each forward. Its buffers on the host serve every step.
 
@@ -98,7 +120,7 @@ class Offload:
         model: the model, whose parameters and state stay on the device.
         share: of the bytes that could be moved, the share that is.
         least: tensors of fewer bytes stay.
-        prefetch: how many tensors are on their way back ahead of backward.
+        prefetch: how many tensors are on their way back ahead of backward, at least.
 
     Attributes:
         saved_bytes: bytes of all tensors that were saved in the last block and could be moved.
@@ -117,8 +139,9 @@ class Offload:
     def __init__(self, model: nn.Module, share: float, least: int, prefetch: int) -> None:
         self._model = weakref.ref(model)
         self._share, self._least, self._prefetch = share, least, prefetch
-        self._memory, self._streams = HostMemory(), dict[torch.device, Any]()
+        self._memory, self._copies = HostMemory(), dict[torch.device, Copies]()
         self._hooks: list[Any] = []  # of the blocks that are entered
+        self._total: int | None = None  # the bytes that the last whole block saved
         self.saved_bytes = self.moved_bytes = 0
 
     def __enter__(self) -> Self:
@@ -132,7 +155,7 @@ class Offload:
                 "octavo.offload cannot be captured in a CUDA graph: a replay asks no hooks. Capture without it."
             )
         self.saved_bytes = self.moved_bytes = 0
-        block = _Block(self, _storages(model))
+        block = _Block(self, *_storages(model))
         hooks = torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack)
         hooks.__enter__()  # type: ignore[no-untyped-call]
         self._hooks.append(hooks)
@@ -140,34 +163,53 @@ class Offload:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.pop().__exit__(*error)
+        if error[0] is None:
+            self._total = self.saved_bytes
 
-    def _stream(self, device: torch.device) -> Any:
+    def _copies_of(self, device: torch.device) -> Copies | None:
         if device.type != "cuda":
             return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+        if device not in self._copies:
+            self._copies[device] = Copies(torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return self._copies[device]
 
 
 class _Block:
-    """One forward: what it saved, in order, so that backward finds the tensors before on their way back."""
+    """One forward: what it saved, in order, so that backward finds the tensors before on their way back.
 
-    knows_buffers = True  # that a graph's backward writes to: those of the model are in `own`
+    What is moved first is saved first: its copy has the rest of forward, and the way back has most of backward. From
+    the second block on, the share is taken of what the last block saved. A tensor that is saved last would be copied
+    there and back with nothing to wait for it.
+    """
 
-    def __init__(self, offload: Offload, own: set[int]) -> None:
-        self.offload, self.own = offload, own
-        self.order: list[weakref.ref[Saved]] = []
+    knows_buffers = True  # that a graph's backward writes to: those of the model are in `state`
+
+    def __init__(self, offload: Offload, parameters: set[int], state: set[int]) -> None:
+        self.offload, self.parameters, self.state = offload, parameters, state
+        self.moved: list[weakref.ref[Saved]] = []
+        self.moved_bytes = [0]  # of the tensors moved before each one
+        self.stayed_before: list[int] = []  # bytes that had stayed when each one was saved
         self.places: dict[int, int] = {}  # of each Saved in the order
         self.known: dict[Any, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
+        self.stayed = 0  # bytes
+        self.is_full = False
+        self.begun = self.ahead = 0  # where backward is, and the first tensor that is on its way back
 
     def pack(self, tensor: Tensor) -> Any:
-        """Move a tensor that is large enough, once though it is saved twice; return any other as it is."""
+        """Move a tensor that is large enough, once though it is saved twice; return the model's state as it is."""
         offload, nbytes = self.offload, tensor.numel() * tensor.element_size()
-        if type(tensor) is not Tensor or nbytes < max(offload._least, 1) or not is_dense(tensor):
+        if (
+            type(tensor) not in (Tensor, nn.Parameter)
+            or tensor.device.type == "meta"
+            or tensor.layout is not torch.strided
+        ):
             return tensor
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self.own or tensor.device.type == "meta":
+        if storage.data_ptr() in self.state:
             return tensor
+        own = storage.data_ptr() in self.parameters
+        if own or nbytes < max(offload._least, 1) or not is_dense(tensor):
+            return self._stays(tensor, 0)
         key = (
             storage.data_ptr(),
             tensor.storage_offset(),
@@ -180,25 +222,63 @@ class _Block:
         if known is not None and not known[0].expired() and (saved := known[1]()) is not None:  # type: ignore[no-untyped-call]
             return saved
         offload.saved_bytes += nbytes
-        if offload.moved_bytes + nbytes > offload._share * offload.saved_bytes:
-            return tensor
+        if not self._fits(nbytes):
+            return self._stays(tensor, nbytes)
         offload.moved_bytes += nbytes
-        saved = Saved(tensor, offload._memory, offload._stream(tensor.device))
-        self.places[id(saved)] = len(self.order)
-        self.order.append(weakref.ref(saved))
+        saved = Saved(tensor, offload._memory, offload._copies_of(tensor.device))
+        self.places[id(saved)] = len(self.moved)
+        self.moved.append(weakref.ref(saved))
+        self.moved_bytes.append(self.moved_bytes[-1] + nbytes)
+        self.stayed_before.append(self.stayed)
         self.known[key] = StorageWeakRef(storage), weakref.ref(saved)  # type: ignore[no-untyped-call]
         return saved
 
     def unpack(self, packed: Any) -> Tensor:
         """Return a tensor on its device, and begin to copy those that backward needs after it."""
-        if not isinstance(packed, Saved):
+        if isinstance(packed, Saved):
+            place = self.places[id(packed)]
+            self._fetch_before(place, self.stayed_before[place], packed)
+            return packed.tensor()
+        if not isinstance(packed, Stayed):
             found: Tensor = packed
             return found
-        found, place = packed.tensor(), self.places[id(packed)]
-        for ref in self.order[max(place - self.offload._prefetch, 0) : place]:
+        if packed.tensor._version != packed.version:
+            raise UnsupportedConfig(
+                f"A tensor of shape {list(packed.tensor.shape)} that forward saved under octavo.offload was written to "
+                "in place before backward, so that its gradients would be wrong. Write to a copy, or after backward."
+            )
+        self._fetch_before(packed.moved_before, packed.stayed_before)
+        return packed.tensor
+
+    def _fits(self, nbytes: int) -> bool:
+        """Return whether a tensor is moved. The first that is too many is the last that is asked, where the bytes of a
+        whole block are known."""
+        offload = self.offload
+        limit = offload._share * max(offload._total or 0, offload.saved_bytes)
+        fits = not self.is_full and offload.moved_bytes + nbytes <= limit
+        self.is_full = not fits and offload._total is not None
+        return fits
+
+    def _stays(self, tensor: Tensor, nbytes: int) -> Stayed:
+        stayed = Stayed(tensor, tensor._version, len(self.moved), self.stayed)
+        self.stayed += nbytes
+        return stayed
+
+    def _fetch_before(self, place: int, stayed_before: int, first: Saved | None = None) -> None:
+        """Begin to copy what was moved before this place back: as many bytes as backward has freed of those that had
+        stayed, so that the peak does not grow, or `prefetch` tensors."""
+        if first is not None:
+            first.fetch()
+        if place > self.begun:  # another backward
+            self.ahead = place
+        self.begun = place
+        freed = self.stayed - stayed_before
+        earliest = bisect_left(self.moved_bytes, self.moved_bytes[place] - freed)
+        earliest = max(min(earliest, place - self.offload._prefetch), 0)
+        for ref in reversed(self.moved[earliest : min(place, self.ahead)]):
             if (earlier := ref()) is not None:
                 earlier.fetch()
-        return found
+        self.ahead = min(self.ahead, earliest)
 
 
 def offload(model: nn.Module, *, share: float = 1.0, least: int = 2**20, prefetch: int = 2) -> Offload:
@@ -213,7 +293,8 @@ def offload(model: nn.Module, *, share: float = 1.0, least: int = 2**20, prefetc
         model: the model that runs in the block. No reference to it is kept.
         share: of the bytes that can be moved, the share that is, 0 to 1. Lower it where backward waits for copies.
         least: tensors of fewer bytes stay on the device.
-        prefetch: how many tensors are on their way back ahead of backward.
+        prefetch: how many tensors are on their way back ahead of backward, at least. More are where backward has freed
+            memory for them.
 
     Returns:
         The block, for every step: `block = octavo.offload(model)`, then `with block: loss = model(x)`.
@@ -239,21 +320,26 @@ def offload(model: nn.Module, *, share: float = 1.0, least: int = 2**20, prefetc
     return Offload(model, share, least, prefetch)
 
 
-def _storages(model: nn.Module) -> set[int]:
-    """Return where the model's own tensors are: parameters, their gradients, buffers, and the state of recipes."""
-    return {storage for tensor in _tensors_of(model) if (storage := _storage(tensor))}
-
-
-def _tensors_of(model: nn.Module) -> Iterable[Tensor]:
+def _storages(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Return where the model's parameters are, and its other tensors: gradients, buffers, and the state of recipes."""
+    parameters, state = set[int](), set[int]()
     for module in model.modules():
         hidden = module.__dict__.get("_hidden")
-        tables = [module._parameters, module._buffers, {} if hidden is None else hidden._buffers]
-        own = [t for table in tables for t in table.values() if t is not None]
-        for tensor in [*own, *[t.main_grad for t in own if isinstance(getattr(t, "main_grad", None), Tensor)]]:
-            if hasattr(tensor, "__tensor_flatten__"):  # codes, and parts of a sharded one
-                yield from [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            else:
-                yield tensor
+        own = [t for t in module._parameters.values() if t is not None]
+        buffers = [module._buffers, {} if hidden is None else hidden._buffers]
+        parameters.update(_storages_of(own))
+        state.update(_storages_of(t for table in buffers for t in table.values() if t is not None))
+        buffers_of_gradients = [getattr(t, "main_grad", None) for t in own]
+        state.update(_storages_of(t for t in buffers_of_gradients if isinstance(t, Tensor)))
+    return parameters - {0}, state - {0}
+
+
+def _storages_of(tensors: Iterable[Tensor]) -> Iterable[int]:
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):  # codes, and parts of a sharded one
+            yield from (_storage(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield _storage(tensor)
 
 
 def _storage(tensor: Tensor) -> int:

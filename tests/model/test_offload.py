@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo._torch.autograd import saved_tensors_hooks
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same, spiky
@@ -84,7 +85,7 @@ def test_parameters_and_state_stay():
     with block:
         y = model(spiky(16, 64).requires_grad_())
         inner = block._hooks[-1].pack_hook.__self__
-    held = [ref() for ref in inner.order]
+    held = [ref() for ref in inner.moved]
     assert held and not any(saved.buffer.data_ptr() in own for saved in held)
     assert not any(tuple(saved.shape) == (64, 64) and saved.dtype == torch.float32 for saved in held)
     y.sum().backward()
@@ -98,6 +99,62 @@ def test_the_share_bounds_the_bytes():
             model(batch()[0])
         assert block.moved_bytes <= share * block.saved_bytes
         assert (block.moved_bytes > 0) == (share > 0)
+
+
+def test_what_is_saved_first_is_moved_once_the_bytes_are_known():
+    """A copy of what is saved last would have nothing to hide behind."""
+    layers, tokens = 8, 16
+    model = nn.Sequential(*[octavo.Linear(64, 64, recipe="fp8-block", keep_weight_codes=False) for _ in range(layers)])
+    block = octavo.offload(model, share=0.5, least=1)
+    for number in range(2):
+        with block:
+            y = model(torch.randn(tokens, 64))
+            inner = block._hooks[-1].pack_hook.__self__
+        if number == 1:
+            assert inner.moved_bytes[-1] == block.moved_bytes == block.saved_bytes / 2
+            assert set(inner.stayed_before) == {0}
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(("prefetch", "want"), [(0, [1, 2, 3, 4]), (2, [2, 2, 3, 4])])
+def test_copies_come_back_as_backward_frees_memory(prefetch, want):
+    model = nn.Identity()
+    block = octavo.offload(model, share=0.5, least=1, prefetch=prefetch)
+    for _ in range(2):
+        tensors = [torch.full((32,), float(i)) for i in range(8)]
+        with block:
+            packed = [pack(t) for t in tensors for pack, _ in [saved_tensors_hooks(True)]]
+            _, unpack = saved_tensors_hooks(True)
+    first, last = packed[:4], packed[4:]
+    back = []
+    for tensor, saved in zip(reversed(tensors[4:]), reversed(last), strict=True):
+        assert_same(unpack(saved), tensor)
+        back.append(sum(s._fetched is not None for s in first))
+    assert back == want  # one for each that was freed
+    for tensor, saved in zip(reversed(tensors[:4]), reversed(first), strict=True):
+        assert_same(unpack(saved), tensor)
+
+
+@pytest.mark.parametrize("least", [1, 2**20])
+def test_a_tensor_that_stays_and_is_written_to_is_refused(least):
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    with octavo.offload(layer, least=least, share=0.0):
+        y = layer(x).square().sum()
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(UnsupportedConfig, match=r"\[4, 8\].*written to in place before backward"):
+        y.backward()
+
+
+def test_a_parameter_that_is_written_to_before_backward_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with octavo.offload(model, least=1):
+        y = model(torch.randn(4, 8))
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    with pytest.raises(UnsupportedConfig, match="written to in place"):
+        y.sum().backward()
 
 
 def test_small_tensors_stay():
