@@ -12,6 +12,7 @@ needs it.
     inductor                    Inductor's code for an operator
     modules                     wrappers of modules, hooks of optimizers, stages of pipelines
     operators                   operators without a public name, and what an operator says of itself
+    symmetric_memory            memory of the ranks of a group, mapped by each
     tensors                     kinds of tensors, their memory and layouts
     tracing                     questions to the compiler that traces
     triton                      what differs between versions of Triton

@@ -3,6 +3,7 @@
     groups              process groups by name: a graph with a group object in it cannot be cached
     collectives         gathers, sums and scatters that carry gradients; gathers of codes
     all_to_all          rows that change ranks
+    peer_memory         memory of each rank that all of a group address
     tensor_parallel     column and row parallel layers, with sequence parallelism: the collectives before and after
     shared_rows         rows of x that sibling layers share: q, k and v; gate and up
     scattered_sum       the sum of a row layer's y, whose gradient is gathered as codes

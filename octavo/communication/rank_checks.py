@@ -15,9 +15,10 @@ from torch import Tensor
 
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
+from octavo._torch.functional_collectives import backend_name
 from octavo._torch.tensors import is_dtensor
 from octavo.communication import collectives
-from octavo.communication.groups import note_split, rank_of, size_of
+from octavo.communication.groups import note_split, process_group, rank_of, size_of
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import Recipe
@@ -77,12 +78,13 @@ def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str,
         return
     kind, number = getattr(module, "_number", None) or (("", ""), 0)
     text = zlib.crc32(f"{own} {getattr(module, '_path', '')}".encode())
-    first = torch.tensor([text, number, _MADE[kind]], dtype=torch.int64, device=x.device)
+    device = _device_of_numbers(group, x.device)
+    first = torch.tensor([text, number, _MADE[kind]], dtype=torch.int64, device=device)
     if type(first) is not Tensor:  # inside of a mode whose tensors have no values
         return
     module._ranks_checked = False
     with torch.no_grad():
-        sent = torch.cat([first, _digest(shared, x.device)])
+        sent = torch.cat([first, _digest(shared, device)])
         found = collectives.gather(sent, size_of(group), group, module.op_describe()).view(-1, len(sent)).tolist()
     mine = rank_of(group)
     texts, numbers, made, values = zip(*found, strict=True)
@@ -102,6 +104,12 @@ def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str,
             "checkpoint on all of them, or send the values: torch.distributed.broadcast(parameter.detach(), src=0)."
         )
     module._ranks_checked = True
+
+
+def _device_of_numbers(group: str, device: torch.device) -> torch.device:
+    """Return where numbers are compared: over gloo on the CPU, whatever x is on (`collectives.refuse_gloo`)."""
+    over_gloo = device.type == "cuda" and backend_name(process_group(group), device) == "gloo"
+    return torch.device("cpu") if over_gloo else device
 
 
 def _digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@
     rotary              rotary positions of q and k, with a `cast` too
     column_sums         the gradient of a bias
     permute             rows to their experts and back
+    peer_rows           rows in memory of other ranks
     adamw               one step of AdamW on one tensor
     stochastic_codes    stochastic rounding to E4M3
     tile_cast           the cast of a tile in registers, which the folders `cast` share

@@ -17,6 +17,7 @@
     dispatch                Dispatch: what a dispatcher has; LocalDispatch is one within a process
     expert_parallel         ExpertParallel: experts over ranks; who sends what
     expert_exchange         how rows get there, and back
+    symmetric_exchange      the same by memory that ranks share
     payload                 rows on the way: values, or codes with scales
     dispatched_experts      the experts between the two calls of a dispatcher
     deep_ep                 DeepEP: the same by DeepEP's kernels

@@ -8,8 +8,10 @@ ranks: results have its bits.
                   go out and in expert by expert, so that each lies where the experts' GEMMs read or wrote it
     padded        a fixed number of rows for each pair of ranks. The host reads nothing: CUDA graphs and torch.compile
                   take it. Assignments beyond are dropped, and counted
+    symmetric     ranks write to each other's memory (`symmetric_exchange`)
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,23 +56,46 @@ class Plan(Protocol):
     def wait(self) -> None:
         """Wait for what was sent."""
 
-    def to_experts(self, rows: Tensor) -> Tensor:
-        """Start to send rows, and return them in the order of the experts; differentiable."""
+    def send_tokens(self, x: Tensor) -> Tensor:
+        """Start to send tokens to their experts, as `send` does for their rows."""
+
+    def tokens_to_experts(self, x: Tensor) -> Tensor:
+        """Start to send tokens, and return their rows in the order of the experts; differentiable."""
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """Send the experts' rows back to the rows that their tokens sent; differentiable."""
+
+    def buffers(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the memory that the experts write results and dx to, if they must leave from there."""
+
+
+class _Copied:
+    """A plan whose rows are copied where they are sent from."""
+
+    permutation: Permutation
+    send: Callable[[Tensor], Tensor]
+    to_experts: Callable[[Tensor], Tensor]
+
+    def send_tokens(self, x: Tensor) -> Tensor:
+        return self.send(permute(x, self.permutation, tail="untouched")[0])
+
+    def tokens_to_experts(self, x: Tensor) -> Tensor:
+        return self.to_experts(permute(x, self.permutation, tail="untouched")[0])
+
+    def buffers(self) -> tuple[None, None]:
+        return None, None
 
 
 # -- exact numbers of rows ---------------------------------------------------------------------------------------------
 
 
-class Exact:
+class Exact(_Copied):
     """The plan of `all-to-all`."""
 
     source = None
     dropped = None
 
-    def __init__(self, index: Tensor, experts: int, ranks: Ranks, capacity: None) -> None:
+    def __init__(self, x: Tensor, index: Tensor, experts: int, ranks: Ranks, capacity: None) -> None:
         self.ranks, local = ranks, experts // ranks.size
         # by the place of the expert on its rank, then by rank: what goes out for one place is one all-to-all
         there = (index >= 0) & (index < experts)
@@ -159,10 +184,10 @@ class _ToTokens(torch.autograd.Function):
 # -- a fixed number of rows --------------------------------------------------------------------------------------------
 
 
-class Padded:
+class Padded(_Copied):
     """The plan of `padded`."""
 
-    def __init__(self, index: Tensor, experts: int, ranks: Ranks, capacity: int | None) -> None:
+    def __init__(self, x: Tensor, index: Tensor, experts: int, ranks: Ranks, capacity: int | None) -> None:
         self.ranks, local = ranks, experts // ranks.size
         each = index.shape[0] * index.shape[1] if capacity is None else capacity
         self.permutation = sort_by_rank(index, experts, ranks.size, each)
@@ -188,9 +213,3 @@ class Padded:
     def to_tokens(self, rows: Tensor) -> Tensor:
         back = unpermute(rows, self.arrivals, tail="untouched")
         return all_to_all.exchange(back, self.ranks.size, self.ranks.group, self.ranks.where)
-
-
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
-ENGINES: dict[str, Any] = {"all-to-all": Exact, "padded": Padded}

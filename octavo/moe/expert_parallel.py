@@ -18,15 +18,17 @@ from octavo.communication.groups import Group, name_of, size_now, size_of
 from octavo.communication.rank_checks import check_alike
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.moe.dispatch import Dispatch, Dispatched
-from octavo.moe.expert_exchange import ENGINES, Plan, Ranks
+from octavo.moe.expert_exchange import Exact, Padded, Plan, Ranks
 from octavo.moe.payload import NO_CODES, WHOLE, Payload, decoded, encoded
-from octavo.moe.permutation import check_capacity, permute, unpermute
+from octavo.moe.permutation import check_capacity, unpermute
+from octavo.moe.symmetric_exchange import Symmetric
 from octavo.ops.inputs import autocast_input
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.quantizer import Quantizer
 
 PAYLOADS = ("auto", "codes", "values")
+ENGINES: dict[str, Any] = {"all-to-all": Exact, "padded": Padded, "symmetric": Symmetric}
 
 
 class ExpertParallel(Dispatch):
@@ -44,14 +46,16 @@ class ExpertParallel(Dispatch):
 
     Args:
         group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default group.
-        capacity: for the engine "padded", the rows for each pair of ranks. Assignments beyond are dropped, and counted:
-            `MoE.overflow` and `octavo.step` report them. None has a row for every assignment, whatever the routing is:
-            ranks · tokens · top_k rows on each rank, and as many tokens on all ranks.
-        payload: "codes", "values", or "auto", the default: codes where the recipe allows and the engine is
-            "all-to-all", which is in no graph.
+        capacity: for the engines "padded" and "symmetric", the rows for each pair of ranks; "symmetric" has ranks ·
+            capacity rows for all pairs together. Assignments beyond are dropped, and counted: `MoE.overflow` and
+            `octavo.step` report them. None has a row for every assignment, whatever the routing is: ranks · tokens ·
+            top_k rows on each rank, and as many tokens on all ranks.
+        payload: "codes", "values", or "auto", the default: codes where the recipe allows and the engine is not
+            "padded", which graphs of torch.compile may have.
         engine: "all-to-all" sends exactly the rows that there are; the host waits for their numbers. "padded" sends a
-            fixed number, and the host reads nothing, for CUDA graphs and torch.compile. "auto", the default, is
-            "padded" if there is a capacity, and "all-to-all" if not.
+            fixed number, and the host reads nothing, for CUDA graphs and torch.compile. "symmetric" has ranks write to
+            each other's memory, on one machine with NVLink, or between processes on a CPU; the host reads nothing, and
+            a CUDA graph takes it. "auto", the default, is "padded" if there is a capacity, and "all-to-all" if not.
 
     Raises:
         UnsupportedConfig: a setting is unknown, `capacity` is no number of rows or given to "all-to-all", or there is
@@ -114,6 +118,7 @@ class ExpertParallel(Dispatch):
         Raises:
             UnsupportedConfig: the ranks do not divide the experts, differ, or have another number than before; a graph
                 cannot hold the engine; or codes are asked for that the recipe does not have.
+            UnsupportedHardware: for "symmetric", the ranks do not map each other's memory.
         """
         if torch.compiler.is_compiling() and (why := self._unsupported_in_graph()):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
@@ -124,9 +129,9 @@ class ExpertParallel(Dispatch):
             _refuse(self._unsupported_in_graph())
         spec, dy_spec = (None, None) if x.is_meta else self._quantizers(payload)
         self._check_alike(x, weights, num_experts, spec)
-        plan: Plan = ENGINES[self.engine](index, num_experts, self._ranks(), self.capacity)
+        plan: Plan = ENGINES[self.engine](x.detach(), index, num_experts, self._ranks(), self.capacity)
         if spec is None:
-            rows: Any = plan.to_experts(permute(x, plan.permutation, tail="untouched")[0])
+            rows: Any = plan.tokens_to_experts(x)
             _pass_time(meanwhile)
             plan.wait()
         else:
@@ -134,7 +139,7 @@ class ExpertParallel(Dispatch):
         needs = torch.is_grad_enabled() and dy_spec is not None and not torch.compiler.is_compiling()
         dy_codes = GradientCodes() if needs else None
         state = plan, weights, dy_spec if needs else None, dy_codes
-        return Dispatched(rows, plan.sizes, state, plan.dropped, dy_codes=dy_codes)
+        return Dispatched(rows, plan.sizes, state, plan.dropped, *plan.buffers(), dy_codes)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' rows back to their tokens, and sum them with the weights.
@@ -182,6 +187,11 @@ class ExpertParallel(Dispatch):
                 "ExpertParallel(engine='all-to-all') reads on the host how many rows change ranks, which a graph "
                 "cannot. Use engine='padded', with a capacity if you like, or leave this layer out of the graph."
             )
+        if self.engine == "symmetric":
+            return (
+                "ExpertParallel(engine='symmetric') has ranks write to each other's memory, which no operator of a "
+                "graph says. Use engine='padded', or leave this layer out of the graph; a CUDA graph takes it."
+            )
         if self.payload == "codes":
             return (
                 "ExpertParallel(payload='codes') passes codes of dy to backward beside autograd, and a graph's "
@@ -221,7 +231,7 @@ class ExpertParallel(Dispatch):
             return
         if self._ranks_checked and x.device.type != "cpu":
             return
-        tokens = f", {x.shape[0]} tokens" if self.engine == "padded" and self.capacity is None else ""
+        tokens = f", {x.shape[0]} tokens" if self.engine != "all-to-all" and self.capacity is None else ""
         grads = torch.is_grad_enabled() and x.requires_grad
         own = (
             f"{self!r}, {experts} experts, top_k={weights.shape[1]}, x {x.dtype} [tokens, {x.shape[1]}]{tokens}, sent "
@@ -253,7 +263,7 @@ def _pass_time(meanwhile: Callable[[], None] | None) -> None:
 def _sent_as_codes(x: Tensor, spec: Quantizer, plan: Plan, meanwhile: Callable[[], None] | None) -> GroupedTensor:
     """Cast x once, send codes and scales, and put what arrives in the groups of the experts."""
     rows, scale = encoded(x.detach(), spec, plan)
-    arrived = plan.send(permute(rows, plan.permutation, tail="untouched")[0])
+    arrived = plan.send_tokens(rows)
     _pass_time(meanwhile)
     plan.wait()
     anchor = None

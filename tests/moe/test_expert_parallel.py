@@ -34,9 +34,12 @@ def compare(ranks, size, cases, tokens=T):
 
 
 SAMPLE = [("fp8-block", "all-to-all", "codes"), ("mxfp8", "padded", "codes"), ("fp8-delayed", "all-to-all", "values"),
-          ("fp8-current", "padded", "values"), ("fp8-current", "all-to-all", "codes")]  # fmt: skip
-GRID = [(recipe, engine, "values") for recipe in RECIPES for engine in ("all-to-all", "padded")]
-GRID += [(recipe, engine, "codes") for recipe in CODED for engine in ("all-to-all", "padded")]
+          ("fp8-current", "padded", "values"), ("fp8-current", "all-to-all", "codes"),
+          ("fp8-block", "symmetric", "codes"), ("bf16", "symmetric", "values"),
+          ("fp8-delayed", "symmetric", "values")]  # fmt: skip
+ENGINES = ("all-to-all", "padded", "symmetric")
+GRID = [(recipe, engine, "values") for recipe in RECIPES for engine in ENGINES]
+GRID += [(recipe, engine, "codes") for recipe in CODED for engine in ENGINES]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def _all_to_one(group, rank, engine):
     return found, model.load
 
 
-@pytest.mark.parametrize("engine", ["all-to-all", "padded"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_all_tokens_may_go_to_one_rank(ranks, engine):
     found, loads = zip(*ranks.run(_all_to_one, engine, size=2), strict=True)
     assert loads[0].tolist() == [T, T, *[0] * (E - 2)]

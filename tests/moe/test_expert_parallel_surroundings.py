@@ -20,6 +20,8 @@ WAYS = {
     "exact, values": {"payload": "values"},
     "padded, values": {"engine": "padded"},
     "padded, codes": {"engine": "padded", "payload": "codes"},
+    "symmetric, codes": {"engine": "symmetric"},
+    "symmetric, values": {"engine": "symmetric", "payload": "values"},
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -42,6 +44,19 @@ def test_copies_and_checkpoints_have_the_same_bits(way):
     batch = data(0)
     with torch.device("meta"):  # a default that no tensor of the layer follows
         assert_equal(step(model, *batch), want)
+
+
+def test_memory_that_ranks_share_may_be_made_in_inference_mode_and_grow():
+    model, settings = layer("symmetric, values"), {"engine": "symmetric", "payload": "values"}
+    wide = octavo.MoE(4 * D, N, E, K, recipe="bf16", dispatcher=moe.ExpertParallel(**settings), dtype=torch.bfloat16)
+    x, dy = data(0)
+    leaf = x.clone().requires_grad_()
+    y = model(leaf)
+    with torch.inference_mode(), torch.device("meta"):  # more memory than any layer before
+        assert wide(x.repeat(9, 4)).isfinite().all()
+    y.backward(dy)
+    assert_equal([y.detach(), leaf.grad], step(layer("exact, values"), x, dy)[:2])
+    assert all(t.isfinite().all() for t in step(wide, x.repeat(9, 4), dy.repeat(9, 4)))
 
 
 @ways

@@ -77,6 +77,7 @@ def test_one_graph_takes_any_number_of_tokens():
 
 REFUSED = {
     "exact numbers": ({}, "reads on the host how many rows change ranks, which a graph cannot"),
+    "shared memory": ({"engine": "symmetric"}, "has ranks write to each other's memory, which no operator"),
     "codes": ({"engine": "padded", "payload": "codes"}, "passes codes of dy to backward beside autograd"),
 }
 
