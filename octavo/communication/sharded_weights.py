@@ -31,6 +31,7 @@ from octavo.recipes import Recipe
 from octavo.recipes.ambient import process
 from octavo.runtime.call import Stage, call
 from octavo.runtime.contract import LAYERS, WeightCast
+from octavo.runtime.weight_nodes import step_listeners
 from octavo.scaling.delayed_scaling import BUFFER_NAMES
 from octavo.weights.code_memory import Kind, codes_of, quantize_into, room_for, room_of, values_of
 from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight
@@ -43,6 +44,7 @@ _SHARDS = frozenset((
     aten.as_strided.default, to_copy, aten.split.Tensor, aten.clone.default, aten.detach.default,
 ))  # fmt: skip
 _said: set[str] = set()  # reasons for values that were warned of
+_sources: "weakref.WeakSet[WeightSource]" = weakref.WeakSet()
 
 
 class Gathered(NamedTuple):
@@ -131,6 +133,7 @@ class WeightSource:
         self.group: str | None = None  # the ranks that have the shards, known at the first gather
         self.kind: Kind | None = None  # of the whole weight, once it was gathered as codes
         self.casts = 0
+        _sources.add(self)
         self.replayed = False  # whether a write was captured in a CUDA graph, whose replays nothing tells of
         self.forget()
 
@@ -144,6 +147,12 @@ class WeightSource:
         self.codes: Parts = ()
         self.own_amaxes: Tensor | None = None  # bits, by row and by column
         self.amaxes: Tensor | None = None  # the largest of all ranks
+
+    def has_memory(self, places: set[int]) -> bool:
+        """Return whether one of these addresses is that of the shard's memory."""
+        layer = self.layer()
+        shard = None if layer is None else local_part(layer._parameters["weight"])
+        return type(shard) is ShardedWeight and shard.shard.untyped_storage().data_ptr() in places
 
     def _recipe(self) -> Recipe | None:
         layer = self.layer()
@@ -315,3 +324,13 @@ def refresh(modules: Sequence[Any]) -> None:
         found = collectives.largest(own, registered_name(group), "octavo.step")
         for (source, _, _), amaxes in zip(members, found.unbind(), strict=True):
             source.amaxes = amaxes
+
+
+def _note_graph(written: Sequence[Tensor]) -> None:
+    """Note that an optimizer in a graph writes to these values: a graph has the memory of a shard, and not the shard."""
+    places = {t.untyped_storage().data_ptr() for t in written} if _sources else set()
+    for source in [one for one in _sources if one.has_memory(places)]:
+        source.note_write()
+
+
+step_listeners.append(_note_graph)

@@ -289,6 +289,29 @@ def test_octavos_optimizer_writes_to_the_memory_of_a_shard(ranks):
         assert casts == [STEPS, STEPS] and kinds <= {torch.Tensor, nn.Parameter}
 
 
+def by_a_compiled_step(group, rank):
+    """Losses of values and of codes whose optimizer steps in a graph, and casts."""
+    found = []
+    for codes in (False, True):
+        model = sharded(built("fp8-block"), group, codes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step, own = torch.compile(optimizer.step, backend="aot_eager"), []
+        for number in range(STEPS):
+            loss = (model(batch(rank, number)) - 1).square().mean()
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            own.append(loss.detach())
+        found.append(torch.stack(own))
+    return found, [layer._sharded.casts for layer in model if isinstance(layer, octavo.Linear)]
+
+
+def test_an_optimizer_in_a_graph_writes_to_shards(ranks):
+    for (values, codes), casts in ranks.run(by_a_compiled_step, size=2):
+        assert_same(codes, values, "losses")
+        assert codes[1] < codes[0] and casts == [STEPS, STEPS]
+
+
 def in_captures(group, rank, recipe):
     """Casts of a weight and its codes after each gather, around a capture of a whole step, by what came before."""
     layer = built(recipe)[0]
