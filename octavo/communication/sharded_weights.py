@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
+from octavo._torch.cuda import is_capturing
 from octavo._torch.operators import schema, to_copy
 from octavo._torch.tensors import local_part, tree_map, wrapper_subclass
 from octavo.communication import collectives
@@ -30,6 +31,7 @@ from octavo.recipes import Recipe
 from octavo.recipes.ambient import process
 from octavo.runtime.call import Stage, call
 from octavo.runtime.contract import LAYERS, WeightCast
+from octavo.runtime.weight_nodes import step_listeners
 from octavo.scaling.delayed_scaling import BUFFER_NAMES
 from octavo.weights.code_memory import Kind, codes_of, quantize_into, room_for, room_of, values_of
 from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight
@@ -42,6 +44,7 @@ _SHARDS = frozenset((
     aten.as_strided.default, to_copy, aten.split.Tensor, aten.clone.default, aten.detach.default,
 ))  # fmt: skip
 _said: set[str] = set()  # reasons for values that were warned of
+_sources: "weakref.WeakSet[WeightSource]" = weakref.WeakSet()
 
 
 class Gathered(NamedTuple):
@@ -130,13 +133,26 @@ class WeightSource:
         self.group: str | None = None  # the ranks that have the shards, known at the first gather
         self.kind: Kind | None = None  # of the whole weight, once it was gathered as codes
         self.casts = 0
-        self.note_write()
+        _sources.add(self)
+        self.replayed = False  # whether a write was captured in a CUDA graph, whose replays nothing tells of
+        self.forget()
 
     def note_write(self) -> None:
-        """Note that the shard, or a scale of its codes, has changed."""
+        """Note that the shard has changed."""
+        self.forget()
+        self.replayed = self.replayed or is_capturing()
+
+    def forget(self) -> None:
+        """Drop what was made from the shard: it, or a scale of its codes, has changed."""
         self.codes: Parts = ()
         self.own_amaxes: Tensor | None = None  # bits, by row and by column
         self.amaxes: Tensor | None = None  # the largest of all ranks
+
+    def has_memory(self, places: set[int]) -> bool:
+        """Return whether one of these addresses is that of the shard's memory."""
+        layer = self.layer()
+        shard = None if layer is None else local_part(layer._parameters["weight"])
+        return type(shard) is ShardedWeight and shard.shard.untyped_storage().data_ptr() in places
 
     def _recipe(self) -> Recipe | None:
         layer = self.layer()
@@ -187,11 +203,16 @@ class WeightSource:
         kind = kind._replace(columns=not kind.turns)
         self._check_kind(kind)
         layer._materialize_for_call()
+        keep = not self.replayed and not is_capturing()
+        if not keep:  # Python does not see what a replay writes: each gather of a capture casts
+            self.forget()
         if not self.codes:
             self.codes = self._cast(layer, recipe, _padded(values, rows))
         if recipe.stateful and layer.training and not process.dry:  # FSDP2 gathers without gradients
             self.observe(layer, values)
         codes, scale, *level2 = self.codes
+        if not keep:
+            self.forget()
         if size == 1 or self._specs()[0].block == (None, None):  # FSDP2 takes one tensor alone where a rank is alone
             return (codes,), Gathered(kind, (scale, *level2))
         return (codes, scale.contiguous().view(torch.uint8)), Gathered(kind, tuple(level2))
@@ -289,7 +310,7 @@ def refresh(modules: Sequence[Any]) -> None:
     shared: dict[str, list[tuple[WeightSource, Any, Tensor]]] = {}
     for module in modules:
         source = module._sharded
-        if source is None or source.group is None or source.kind is None:
+        if source is None or source.group is None or source.kind is None or source.replayed:
             continue
         recipe = source._recipe()
         if recipe is not None and recipe.stateful:
@@ -303,3 +324,13 @@ def refresh(modules: Sequence[Any]) -> None:
         found = collectives.largest(own, registered_name(group), "octavo.step")
         for (source, _, _), amaxes in zip(members, found.unbind(), strict=True):
             source.amaxes = amaxes
+
+
+def _note_graph(written: Sequence[Tensor]) -> None:
+    """Note that an optimizer in a graph writes to these values: a graph has the memory of a shard, and not the shard."""
+    places = {t.untyped_storage().data_ptr() for t in written} if _sources else set()
+    for source in [one for one in _sources if one.has_memory(places)]:
+        source.note_write()
+
+
+step_listeners.append(_note_graph)

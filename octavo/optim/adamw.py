@@ -186,10 +186,10 @@ class AdamW(Optimizer):
             else:
                 parameter.write(values, amaxes)
             drop_master(parameter)
-        elif copy is None and is_plain:
-            target.copy_(values)
         else:
-            torch.autograd.graph.increment_version(parameter)  # kernels do not
+            if copy is None and is_plain:
+                target.copy_(values)
+            sharded.note_write(parameter)
 
     def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter, made at its first step, with a master copy if it needs one."""

@@ -3,16 +3,26 @@ so that torch's distributed checkpoints save them as they save those of torch's 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from octavo._torch.tensors import is_sharded
+from octavo._torch.tensors import is_sharded, local_part
 from octavo.errors import UnsupportedConfig
 from octavo.weights.quantized_weight import QuantizedWeight
 
 
 def part(t: Any) -> Any:
-    """Return this rank's part of a DTensor; anything else as it is."""
-    return t.to_local() if t is not None and is_sharded(t) else t
+    """Return this rank's part of a DTensor, as memory that kernels can write to; anything else as it is."""
+    local = t.to_local() if t is not None and is_sharded(t) else t
+    return getattr(local, "shard", local)  # the values of a weight that FSDP2 gathers as codes
+
+
+def note_write(parameter: Any) -> None:
+    """Tell torch, and a weight that FSDP2 gathers as codes, of a kernel that has written to a parameter."""
+    torch.autograd.graph.increment_version(parameter)
+    source = getattr(local_part(parameter), "source", None)
+    if source is not None:
+        source.note_write()
 
 
 def like(parameter: Any, t: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ def _written(optimizer: Optimizer) -> None:
     _admit_quantized(optimizer, found)
     if torch.compiler.is_compiling():  # no step captured by hand: the compiler records its graph of its own accord, and
         # the loop may still quantize at each step. It is asked before is_capturing
-        torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
+        # a compiled fused step advances no version either; the operator has no rule for DTensors
+        torch.ops.octavo.advance([p.to_local() if is_sharded(p) else p for p in found])  # type: ignore[attr-defined]
         return
     heard.eager_steps += 1
     if optimizer not in heard.optimizers:

@@ -14,8 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import octavo
+from octavo._torch.cuda import is_capturing
+from octavo.communication import sharded_weights
 from octavo.communication.sharded_weights import ShardedWeight
 from octavo.distributed import gather_codes
+from octavo.optim import adamw
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same
 
@@ -265,6 +268,85 @@ def test_a_shard_is_values_to_copies_and_files(tmp_path):
     torch.save(model.state_dict(), tmp_path / "file")
     assert_same(torch.load(tmp_path / "file", weights_only=True)["0.weight"], values, "a file")
     assert gather_codes(model)[0].weight is model[0].weight  # a second call changes nothing
+
+
+def by_octavos_optimizer(group, rank):
+    """Losses of values and of codes, casts, and the kinds of tensors that the optimizer's kernel was given."""
+    kinds, update, found = set(), adamw.adamw, []
+    adamw.adamw = lambda values, *rest, **named: (kinds.add(type(values)), update(values, *rest, **named))[1]
+    try:
+        for codes in (False, True):
+            model = sharded(built("fp8-current"), group, codes)
+            found.append(torch.stack(trained(model, group, rank, optimizer=octavo.optim.AdamW)[0]))
+    finally:
+        adamw.adamw = update
+    return found, [layer._sharded.casts for layer in model if isinstance(layer, octavo.Linear)], kinds
+
+
+def test_octavos_optimizer_writes_to_the_memory_of_a_shard(ranks):
+    for (values, codes), casts, kinds in ranks.run(by_octavos_optimizer, size=2):
+        assert_same(codes, values, "losses")
+        assert casts == [STEPS, STEPS] and kinds <= {torch.Tensor, nn.Parameter}
+
+
+def by_a_compiled_step(group, rank):
+    """Losses of values and of codes whose optimizer steps in a graph, and casts."""
+    found = []
+    for codes in (False, True):
+        model = sharded(built("fp8-block"), group, codes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step, own = torch.compile(optimizer.step, backend="aot_eager"), []
+        for number in range(STEPS):
+            loss = (model(batch(rank, number)) - 1).square().mean()
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            own.append(loss.detach())
+        found.append(torch.stack(own))
+    return found, [layer._sharded.casts for layer in model if isinstance(layer, octavo.Linear)]
+
+
+def test_an_optimizer_in_a_graph_writes_to_shards(ranks):
+    for (values, codes), casts in ranks.run(by_a_compiled_step, size=2):
+        assert_same(codes, values, "losses")
+        assert codes[1] < codes[0] and casts == [STEPS, STEPS]
+
+
+def in_captures(group, rank, recipe):
+    """Casts of a weight and its codes after each gather, around a capture of a whole step, by what came before."""
+    layer = built(recipe)[0]
+    gather_codes(nn.Sequential(layer))
+    source, mesh, found = layer._sharded, DeviceMesh.from_group(group, "cpu"), {}
+    rows = layer.weight.shard.chunk(2)[rank]
+
+    def gather(name, capturing=False):
+        sharded_weights.is_capturing = lambda: capturing
+        codes = source.to_gather(rows, mesh, None)[0][0].clone()
+        found[name] = source.casts, codes
+
+    try:
+        gather("eager")
+        gather("kept")
+        rows.mul_(2)  # a replay's write, which nothing tells of
+        gather("forward of a capture", True)
+        gather("its backward", True)
+        gather("after it")
+        gather("kept again")
+        sharded_weights.is_capturing = lambda: True
+        source.note_write()
+        gather("after a captured optimizer")
+        rows.mul_(2)
+        gather("after its replay")
+    finally:
+        sharded_weights.is_capturing = is_capturing
+    return found
+
+
+def test_a_capture_casts_what_its_replays_find(ranks):
+    for found in ranks.run(in_captures, "fp8-block(scale='fp32')", size=2):
+        assert [casts for casts, _ in found.values()] == [1, 1, 2, 3, 4, 4, 5, 6]
+    for found in ranks.run(in_captures, "fp8-current", size=2):  # the amax of the whole weight is agreed on anew
+        assert_same(found["forward of a capture"][1], found["eager"][1], "codes of twice the weight")
 
 
 def refused(group, rank):

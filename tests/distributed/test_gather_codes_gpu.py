@@ -70,6 +70,62 @@ def test_a_compiled_model_trains_close(nccl, recipe):
     assert (eager - compiled).abs().max() < 1e-2 * eager.max()
 
 
+def captured_losses(model):
+    """The same number of steps: two run eagerly, the others are replays of one graph of a whole step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=True)
+    x, found = torch.empty(M, K, device="cuda"), []
+
+    def step():
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        octavo.step(model, dist.group.WORLD)
+        return loss.detach()
+
+    def filled(number):
+        torch.manual_seed(number)
+        x.copy_(torch.randn(M, K, device="cuda"))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for number in range(2):
+            filled(number)
+            found.append(step())
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = step()
+    for number in range(2, 2 * STEPS):
+        filled(number)
+        graph.replay()
+        found.append(loss.clone())
+    return torch.stack(found), graph
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-block"])
+def test_replays_of_a_captured_step_cast_the_shard_that_they_find(nccl, recipe):
+    (codes, _), (values, _) = (captured_losses(built(recipe, with_codes)) for with_codes in (True, False))
+    assert_same(codes, values, "losses")
+    assert codes[-1] < 0.9 * codes[0]
+
+
+def test_octavos_optimizer_writes_to_shards(nccl):
+    found = []
+    for codes in (True, False):
+        model = built("fp8-block", codes)
+        optimizer, own = octavo.optim.AdamW(model.parameters(), lr=0.01), []
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            loss = (model(torch.randn(M, K, device="cuda")) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.detach())
+        found.append(torch.stack(own))
+    assert_same(*found, "losses")
+
+
 @needs_split_backward
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_two_passes_are_one_backward(recipe):
