@@ -50,18 +50,15 @@ def sort_chunks(
         tensor([3, 4, 5, 0, 1, 2], dtype=torch.int32)
     """
     chunks, wanted = _checked(sizes, rows, order, stride)
-    number, groups = chunks.shape
+    groups = chunks.shape[1]
     row = torch.arange(rows, device=sizes.device, dtype=torch.int64)
-    ends = chunks.long().cumsum(1)
+    sizes = chunks.long()
     if stride is not None:  # what follows the last chunk of a rank is a group of no expert
-        begins = torch.arange(number, device=sizes.device, dtype=torch.int64)[:, None] * stride
-        begins = torch.cat([begins, begins + ends], 1)
-        group = (torch.searchsorted(begins.flatten(), row, right=True) - 1) % (groups + 1)
-        group = torch.where(group < groups, group, -1)
-    else:
-        last = chunks.long().flatten().cumsum(0)
-        chunk = torch.searchsorted(last, row, right=True)
-        group = torch.where(chunk < number * groups, chunk % groups, -1)
+        sizes = torch.cat([sizes, stride - sizes.sum(1, keepdim=True)], 1)
+    last = sizes.flatten().cumsum(0)
+    chunk = torch.searchsorted(last, row, right=True)
+    group = chunk % sizes.shape[1]
+    group = torch.where((chunk < last.numel()) & (group < groups), group, -1)
     if wanted is not None:
         places = torch.empty_like(wanted).scatter_(
             0, wanted, torch.arange(groups, device=wanted.device, dtype=torch.int64)
