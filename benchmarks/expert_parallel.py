@@ -5,9 +5,10 @@
 
 The first form times forward + backward of an octavo.MoE on one GPU, in ms: the layer of one process, which copies no
 row to its expert; `ep_group` of one rank, which is the same layer, eager, compiled and captured; and the dispatcher
-itself by each engine. Nothing is sent: what is measured are sorts, copies and casts around the experts. Cases take
-turns, so that all see the chip in one state. It also runs the engines that read nothing on the host while CUDA raises
-where a host waits. The exit code is 1 if `ep_group` of one rank takes more than 1.05 of the local layer, or one waits.
+itself by each engine. Nothing is sent: what is measured are sorts, copies and casts around the experts. The first two
+take turns, so that both see the chip in one state. It also runs the engines that read nothing on the host while CUDA
+raises where a host waits. The exit code is 1 if `ep_group` of one rank takes more than 1.05 of the local layer, or one
+waits.
 
 The second form is `benchmarks.expert_processes`. Both run on a CPU with --small.
 """
@@ -78,20 +79,19 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-def ways_of(shape: tuple[int, int, int, int], recipe: str, tokens: int, has_gpu: bool) -> dict[tuple[str, str], Call]:
-    """Return a call of a step for each case, in each way."""
+def built(title: str, shape: tuple[int, int, int, int], given: argparse.Namespace) -> dict[tuple[str, str], Call]:
+    """Return a call of a step of a case, in each way."""
+    settings, ways = cases()[title]
+    has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    x, dy = (torch.randn(tokens, shape[0], device=device, dtype=torch.bfloat16) for _ in range(2))
+    x, dy = (torch.randn(given.tokens, shape[0], device=device, dtype=torch.bfloat16) for _ in range(2))
+    model = mixture(shape, given.recipe, **settings)
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if has_gpu else "aot_eager")
+    leaves = [x.requires_grad_(), *model.parameters()]
     found = {}
-    for title, (settings, ways) in cases().items():
-        model = mixture(shape, recipe, **settings)
-        leaves = [x.clone().requires_grad_(), *model.parameters()]
-        for way in ways:
-            if not has_gpu and "captured" in way:
-                continue
-            layer = torch.compile(model, fullgraph=True, backend="inductor" if has_gpu else "aot_eager")
-            call = functools.partial(step, layer if "compiled" in way else model, leaves, dy)
-            found[title, way] = captured(call) if "captured" in way else call
+    for way in ways if has_gpu else [way for way in ways if "captured" not in way]:
+        call = functools.partial(step, compiled if "compiled" in way else model, leaves, dy)
+        found[title, way] = captured(call) if "captured" in way else call
     return found
 
 
@@ -135,27 +135,26 @@ def waiting(recipe: str) -> dict[str, str]:
     return found
 
 
-def report(shape: tuple[int, int, int, int], given: argparse.Namespace) -> dict[str, Any]:
+def report(shape: tuple[int, int, int, int], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Print and return the figures of a shape."""
-    has_gpu = torch.cuda.is_available()
-    calls = ways_of(shape, given.recipe, given.tokens, has_gpu)
-    if not has_gpu:
-        for (title, way), call in calls.items():
-            call()
-            print(f"  {title:32} {way:22} ran")
-        return {"ran": [list(key) for key in calls]}
-    found = times(calls, given.repeat)
-    medians = {key: statistics.median(readings) for key, readings in found.items()}
-    results = []
-    for (title, way), readings in found.items():
-        ratio = medians[title, way] / medians[OWN[0], way]
-        print(
-            f"  {title:32} {way:22} {medians[title, way]:8.3f} ms  {ratio:6.3f}   "
-            f"({min(readings):.3f} to {max(readings):.3f})"
-        )
-        figures = {"ms": round(medians[title, way], 3), "of the local": round(ratio, 3)}
-        results.append({"case": title, "way": way, **figures})
-    return {"results": results}
+    results, local = [], {}
+    for titles in (OWN, *[(title,) for title in cases() if title not in OWN]):  # few models at a time
+        calls = {key: call for title in titles for key, call in built(title, shape, given).items()}
+        if not torch.cuda.is_available():
+            for (title, way), call in calls.items():
+                call()
+                print(f"  {title:32} {way:22} ran")
+            continue
+        for (title, way), readings in times(calls, given.repeat).items():
+            ms = statistics.median(readings)
+            local[way] = ms if title == OWN[0] else local[way]
+            spread = f"({min(readings):.3f} to {max(readings):.3f})"
+            print(f"  {title:32} {way:22} {ms:8.3f} ms  {ms / local[way]:6.3f}   {spread}", flush=True)
+            figures = {"ms": round(ms, 3), "of the local": round(ms / local[way], 3)}
+            results.append({"case": title, "way": way, **figures})
+        calls.clear()
+        torch.cuda.empty_cache()
+    return results
 
 
 def main() -> int:
@@ -163,6 +162,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--recipe", default="fp8-block")
+    parser.add_argument("--shape", default="", help="time the shapes whose titles have this text")
     parser.add_argument("--small", action="store_true", help="one small layer, on a CPU too, where nothing is timed")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="compare bits of N processes on one GPU")
     parser.add_argument("--recipes", default="bf16,fp8-block", help="with --processes, separated by commas")
@@ -179,13 +179,13 @@ def main() -> int:
         found |= {"recipe": given.recipe, "tokens": given.tokens, "world_size": 1, "shapes": []}
         failed = 0
         for title, shape in (SMALL if given.small else SHAPES).items():
+            if given.shape not in title:
+                continue
             print(f"{given.recipe}, {given.tokens} tokens, {title}", flush=True)
-            figures = report(shape, given)
-            found["shapes"].append({"shape": title, **figures})
-            over = [r for r in figures.get("results", []) if r["case"] == OWN[1] and r["of the local"] > BAR]
+            results = report(shape, given)
+            found["shapes"].append({"shape": title, "results": results})
+            over = [r for r in results if r["case"] == OWN[1] and r["of the local"] > BAR]
             failed += 0 if given.small else len(over)
-            if has_gpu:
-                torch.cuda.empty_cache()
         if has_gpu:
             found["waiting"] = waiting(given.recipe)
             for title, said in found["waiting"].items():

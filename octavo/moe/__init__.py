@@ -21,6 +21,7 @@
     payload                 rows on the way: values, or codes with scales
     dispatched_experts      the experts between the two calls of a dispatcher
     deep_ep                 DeepEP: the same by DeepEP's kernels
+    transformer_engine_ep   TransformerEngineEP: by Transformer Engine's
 
     x -> router -> route -> sort -> permute -> fc1 -> activation -> fc2 -> unpermute -> y
                               dispatch -> the same on the ranks of the experts -> combine
@@ -42,6 +43,7 @@ from octavo.moe.permutation import Permutation, permute, permute_probs, sort, un
 from octavo.moe.rank_sort import sort_by_rank
 from octavo.moe.router import Router
 from octavo.moe.routing import counts, route, update_bias
+from octavo.moe.transformer_engine_ep import TransformerEngineEP
 from octavo.runtime.contract import import_layers
 
 import_layers(__name__, __path__)
@@ -55,6 +57,7 @@ __all__ = [
     "LocalDispatch",
     "Permutation",
     "Router",
+    "TransformerEngineEP",
     "aux_loss",
     "counts",
     "pack_mask",

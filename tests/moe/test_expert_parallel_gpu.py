@@ -46,7 +46,7 @@ def step(model, x, dy):
 
 
 @pytest.mark.gpu_smoke
-@pytest.mark.parametrize("engine", ["all-to-all", "padded"])
+@pytest.mark.parametrize("engine", ["all-to-all", "padded", "symmetric"])
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"])
 def test_values_have_the_bits_of_a_dispatcher_within_the_process(nccl, recipe, engine):
     model = mixture(recipe, dispatcher=moe.ExpertParallel(nccl, engine=engine, payload="values"))
@@ -57,7 +57,7 @@ def test_values_have_the_bits_of_a_dispatcher_within_the_process(nccl, recipe, e
         octavo.step(twin)
 
 
-@pytest.mark.parametrize("engine", ["all-to-all", "padded"])
+@pytest.mark.parametrize("engine", ["all-to-all", "padded", "symmetric"])
 @pytest.mark.parametrize("recipe", ["fp8-rowwise", "fp8-block", "mxfp8"])
 def test_codes_have_the_bits_of_values_in_y_and_dx(nccl, recipe, engine):
     """Row codes are those that the experts would cast; gradients of weights take columns from them."""
@@ -69,10 +69,11 @@ def test_codes_have_the_bits_of_values_in_y_and_dx(nccl, recipe, engine):
 
 
 @pytest.mark.gpu_smoke
+@pytest.mark.parametrize("engine", ["padded", "symmetric"])
 @pytest.mark.parametrize("payload", ["values", "codes"])
 @pytest.mark.parametrize("capacity", [None, 200])
-def test_padded_waits_for_nothing_and_a_captured_step_follows_the_routing(nccl, payload, capacity):
-    settings = {"engine": "padded", "payload": payload, "capacity": capacity}
+def test_a_step_waits_for_nothing_and_a_captured_one_follows_the_routing(nccl, engine, payload, capacity):
+    settings = {"engine": engine, "payload": payload, "capacity": capacity}
     model, twin = (mixture("fp8-block", dispatcher=moe.ExpertParallel(nccl, **settings)) for _ in range(2))
     x, dy = batch(0)
     x.requires_grad_()
@@ -134,3 +135,27 @@ def test_the_exchange_of_a_graph_runs_over_nccl(nccl):
 
 def test_one_rank_has_the_layer_of_one_process(nccl):
     assert type(mixture("fp8-block", ep_group=nccl).experts) is moe.Experts
+
+
+def test_memory_that_ranks_share_is_not_made_in_a_capture(nccl):
+    model = octavo.MoE(
+        8 * D, N, E, K, recipe="bf16", dispatcher=moe.ExpertParallel(nccl, engine="symmetric"), device="cuda",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    x = torch.randn(8 * T, 8 * D, device="cuda", dtype=torch.bfloat16)
+    refused = pytest.raises(octavo.errors.UnsupportedConfig, match="Call the layer once with as many tokens before")
+    with refused, torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)
+
+
+def test_processes_on_one_gpu_have_the_bits_of_one_process_or_say_why_not():
+    """Over symmetric memory; a machine that does not map it for processes on one GPU is named in a sentence."""
+    from benchmarks.expert_processes import compared
+
+    for answer in compared(2, ["fp8-block"], True, 100)["ranks"]:
+        assert "fp8-block, codes" in answer, answer
+        for title, found in answer.items():
+            refused = isinstance(found, str) and "symmetric memory does not map" in found
+            assert refused or "gloo" in title or (found["right"] if isinstance(found, dict) else found is not False), (
+                found
+            )
