@@ -4,6 +4,9 @@ The wheel and the sdist go to dist/. Their bytes follow from the committed files
 SOURCE_DATE_EPOCH, and from the versions of Python and setuptools: not from the clock, the folder, the umask or files
 that git does not know. Each is read again and checked: what it must hold and must not, its size, and the description
 that an index shows. The wheel's sources are stripped (`wheel_sources.py`), the sdist's are those of the repository.
+
+An index shows the README without the repository. Links and pictures get the repository's address, from
+`make dist REPOSITORY=https://...`; without one links become plain text, and pictures go.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -33,6 +37,7 @@ LEVEL = 9
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.release", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder of the two files; default: dist")
+    parser.add_argument("--repository", default="", help="the address of the repository, for the links of the README")
     arguments = parser.parse_args(argv)
     if find_spec("twine") is None:
         print("Not installed: twine, which checks what an index shows. Run `make dist`, or pip install twine.")
@@ -42,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Not committed, and not in the release:\n{changed}")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(f"git archive HEAD | tar x -C {folder}", shell=True, cwd=ROOT, check=True)
-        made = build(Path(folder), arguments.out, epoch)
+        made = build(Path(folder), arguments.out, epoch, arguments.repository)
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *made], check=True)
     for path in made:
         check(path)
@@ -54,18 +59,22 @@ def _said(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def build(sources: Path, out: Path, epoch: int) -> tuple[Path, Path]:
+def build(sources: Path, out: Path, epoch: int, repository: str = "") -> tuple[Path, Path]:
     """Build wheel and sdist of a folder of sources, and write them again with equal times, owners and modes.
 
     Args:
         sources: a copy of the repository. The build leaves files in it.
         out: the folder of the two files; it is made if it is not there.
         epoch: the time of every entry, in seconds.
+        repository: its address, such as https://example.org/octavo, for the links of the README.
 
     Returns:
         The wheel and the sdist.
     """
     out.mkdir(parents=True, exist_ok=True)
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (sources / "octavo/version.py").read_text(), re.MULTILINE)
+    readme = sources / "README.md"
+    readme.write_text(standalone(readme.read_text(), repository, version))
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"}
     made = []
     for kind, write in (("wheel", _zip_again), ("sdist", _tar_again)):
@@ -77,6 +86,20 @@ def build(sources: Path, out: Path, epoch: int) -> tuple[Path, Path]:
             path.write_bytes(write(raw, epoch))
         made.append(path)
     return made[0], made[1]
+
+
+def standalone(text: str, repository: str, version: str) -> str:
+    """Return a page for readers without the repository: its links lead to the files of a version, or there are none."""
+
+    def replaced(found: re.Match[str]) -> str:
+        picture, words, target = found.groups()
+        if target.startswith(("https://", "http://", "#")):
+            return found[0]
+        if not repository:
+            return "" if picture else words
+        return f"{picture}[{words}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/v{version}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, text)
 
 
 def _zip_again(raw: Path, epoch: int) -> bytes:

@@ -168,6 +168,36 @@ def test_the_sdist_builds_the_wheel(built, tmp_path):
     assert again.read_bytes() == wheel.read_bytes()
 
 
+def description(path):
+    """What an index shows of a wheel."""
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        return archive.read(name).decode().partition("\n\n")[2]
+
+
+LINK = re.compile(r"\]\(([^)]*)\)")
+
+
+def test_what_an_index_shows_has_no_link_that_only_a_clone_resolves(wheel):
+    """No address was given to this build: the words stay, the links and the pictures go."""
+    shown, readme = description(wheel), (ROOT / "README.md").read_text()
+    assert LINK.findall(readme) and [link for link in LINK.findall(shown) if not link.startswith("https://")] == []
+    assert "| the same in fused blocks | 1.47 | model-h200 |" in shown and "![" not in shown
+
+
+def test_links_of_the_readme_get_the_address_of_the_repository_and_name_files_of_it():
+    readme = (ROOT / "README.md").read_text()
+    shown = release.standalone(readme, "https://example.org/octavo/", "9.8")
+    ours = [link for link in LINK.findall(readme) if not link.startswith(("https://", "#"))]
+    found = [link for link in LINK.findall(shown) if link not in LINK.findall(readme)]
+    assert len(found) == len(ours) > 20
+    for link, target in zip(found, ours, strict=True):
+        kind = "raw" if target.endswith((".png", ".svg")) else "blob"
+        assert link == f"https://example.org/octavo/{kind}/v9.8/{target}"
+        assert (ROOT / target.partition("#")[0]).is_file()
+    assert release.standalone(shown, "https://example.org/octavo", "9.8") == shown  # an sdist builds the same
+
+
 def test_entries_have_the_time_that_is_given(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (moment,) = {entry.date_time for entry in archive.infolist()}
