@@ -213,10 +213,10 @@ class Comparison(NamedTuple):
             lost = [name for error, name in errors if not math.isfinite(error)]
             return f"Gradients of {' and '.join(lost)} are not finite"
         if high <= ALIKE * low:
-            return (
-                f"Gradients of {names[0]} and {names[1]} are about as near to unquantized ones ({low:.1%}, {high:.1%})"
-            )
-        return f"Gradients of {nearer} are nearer to unquantized ones: error {low:.1%}, against {high:.1%} in {other}"
+            both = f"({_percent(low)}, {_percent(high)})"
+            return f"Gradients of {names[0]} and {names[1]} are about as near to unquantized ones {both}"
+        errors_said = f"error {_percent(low)}, against {_percent(high)} in {other}"
+        return f"Gradients of {nearer} are nearer to unquantized ones: {errors_said}"
 
     def _card(self, place: int) -> Card:
         whole, *rest = self.rows
@@ -226,8 +226,8 @@ class Comparison(NamedTuple):
         if rest:
             worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
             row = link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
-            lines.append(joined("Worst: ", row, f", {(worst.first_error, worst.second_error)[place]:.1%}"))
-        return Card(self._names()[place], f"{error:.1%}", "error of the whole gradient", lines)
+            lines.append(joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
+        return Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
 
     def _measured(self) -> str:
         return f"gradients over {plural(self.batches, 'batch', 'batches')}, without an optimizer"
@@ -238,7 +238,7 @@ class Comparison(NamedTuple):
         cells: list[tuple[str, ...]] = [(*header, "mutual cosine")]
         for row in rows:
             cosines, errors = (row.first, row.second), (row.first_error, row.second_error)
-            texts = [*[f"{cosine:.5f}" for cosine in cosines], *[f"{error:.2%}" for error in errors]]
+            texts = [*[f"{cosine:.5f}" for cosine in cosines], *[f"{100 * error:.2f} %" for error in errors]]
             cells.append((row.parameter, f"{row.size:.3g}", *texts, f"{row.mutual:.5f}"))
         return cells
 
@@ -374,3 +374,7 @@ def _fold(sums: dict[str, Tensor], name: str, products: Tensor) -> None:
 def _row(name: str, numbers: Tensor) -> ComparedRow:
     batches, *totals = numbers.tolist()  # those in which the parameter has a gradient
     return ComparedRow(name, *(total / batches for total in totals))
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.1f} %"

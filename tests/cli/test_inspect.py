@@ -76,7 +76,7 @@ def test_a_model_keeps_its_own_recipes(capsys):
 
 def test_findings_fail_if_they_shall(capsys):
     assert run("inspect", "broken") == 0
-    assert "0: w has Inf or NaN in 100.00% of its values." in capsys.readouterr().out
+    assert "0: w has Inf or NaN in 100.00 % of its values." in capsys.readouterr().out
     assert run("inspect", "broken", "--fail") == 1
     assert "octavo inspect: --fail: " in capsys.readouterr().err
 
