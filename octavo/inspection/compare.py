@@ -31,6 +31,7 @@ from octavo.inspection.webpage import (
     section,
     shading,
     try_next,
+    unbroken,
 )
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.policy import Policy
@@ -40,6 +41,7 @@ from octavo.recipes import recipe as resolve
 from octavo.text import columns, one_line, plural
 
 ALL = "(all)"  # the row of all parameters together
+WHOLE = "the whole model"  # the same on a page
 ALIKE = 1.1  # two errors whose ratio is less are alike: few batches do not tell them apart
 SHOWN, PICTURED = 16, 2  # parameters that a page does not fold; pictures of each recipe
 ERROR, COSINE = (0.05, 0.5), (0.999, 0.9)  # the values at which a cell is not and is fully shaded
@@ -206,8 +208,8 @@ class Comparison(NamedTuple):
 
     def _headline(self) -> str:
         """Return which recipe's gradients are nearer to the unquantized ones, if one's are."""
-        whole, names = self.rows[0], self._names()
-        errors = sorted(zip((whole.first_error, whole.second_error), names, strict=True))
+        total, names = self.rows[0], self._names()
+        errors = sorted(zip((total.first_error, total.second_error), names, strict=True))
         (low, nearer), (high, other) = errors
         if not math.isfinite(high) or not math.isfinite(low):
             lost = [name for error, name in errors if not math.isfinite(error)]
@@ -234,12 +236,15 @@ class Comparison(NamedTuple):
 
     def _cells(self, rows: Sequence[ComparedRow]) -> list[tuple[str, ...]]:
         first, second = self._names()
-        header = ["gradient of", "norm", f"cosine {first}", f"cosine {second}", f"error {first}", f"error {second}"]
+        sides = [joined(f"{what} ", unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
+        header = ["gradient of", "norm", *sides]
         cells: list[tuple[str, ...]] = [(*header, "mutual cosine")]
         for row in rows:
             cosines, errors = (row.first, row.second), (row.first_error, row.second_error)
             texts = [*[f"{cosine:.5f}" for cosine in cosines], *[f"{100 * error:.2f} %" for error in errors]]
-            cells.append((row.parameter, f"{row.size:.3g}", *texts, f"{row.mutual:.5f}"))
+            cells.append(
+                (WHOLE if row.parameter == ALL else row.parameter, f"{row.size:.3g}", *texts, f"{row.mutual:.5f}")
+            )
         return cells
 
     def _names(self) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def run(command, function, *arguments):
 def test_a_plain_model_is_inspected_in_the_recipe_that_is_named(capsys, tmp_path):
     assert run("inspect", "plain", "--recipe", "nvfp4", "--steps", "3", "--html", "r.html", "--json", "r.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 layers, 3 steps counted\n") and "\n\nNothing stands out.\n\n  tensor  format" in said
+    assert said.startswith("2 layers over 3 steps\n") and "\n\nNothing stands out.\n\n  tensor  format" in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["findings"] == []
     assert {(t["layer"], t["tensor"], t["calls"]) for t in report["tensors"]} >= {("0", "x", 3), ("2", "dx", 3)}

@@ -105,6 +105,14 @@ def test_text_stands_out_on_every_ground_and_on_every_shade(scheme):
         assert contrast(colours["ink"], cell) >= 4.5, shade
 
 
+def test_a_column_of_a_comparison_breaks_before_the_name_of_its_recipe():
+    """fp8-block was cut at its hyphen."""
+    text = octavo.compare(nn.Linear(64, 64), [torch.randn(32, 64)], "fp8-block", "nvfp4").html()
+    PageReader(text)
+    assert '<th scope="col">cosine <span class="unbroken">fp8-block</span></th>' in text
+    assert "\n.unbroken { white-space: nowrap; }" in text
+
+
 # -- one page ----------------------------------------------------------------------------------------------------------
 
 
