@@ -42,9 +42,10 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 	@echo "Built site/. Look at it: $(BIN)/python -m http.server -d site"
 
-# into dist/, from the last commit: a wheel and an sdist whose bytes the commit decides
+# into dist/, from the last commit: a wheel and an sdist whose bytes the commit decides. `make dist REPOSITORY=https://...`
+# has the links of the README lead there; without it the README that an index shows has none
 dist: $(VENV)/.release
-	$(BIN)/python -m tests.release
+	$(BIN)/python -m tests.release $(if $(REPOSITORY),--repository $(REPOSITORY))
 
 gpu-test:
 	$(PYTHON) -m tests.gpu

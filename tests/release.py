@@ -3,14 +3,19 @@
 The wheel and the sdist go to dist/. Their bytes follow from the committed files, from the time of the commit or
 SOURCE_DATE_EPOCH, and from the versions of Python and setuptools: not from the clock, the folder, the umask or files
 that git does not know. Each is read again and checked: what it must hold and must not, its size, and the description
-that an index shows.
+that an index shows. The wheel's sources are stripped (`wheel_sources.py`), the sdist's are those of the repository.
+
+An index shows the README without the repository. Links and pictures get the repository's address, from
+`make dist REPOSITORY=https://...`; without one links become plain text, and pictures go.
 """
 
 import argparse
+import base64
 import gzip
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,8 +25,10 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.wheel_sources import stripped
+
 ROOT = Path(__file__).parents[1]
-LIMIT = 1_150_000  # bytes of the wheel
+LIMIT = 1_000_000  # bytes of the wheel
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 NOT_SHIPPED = ("tests/", "benchmarks/", "docs/", ".github/")
 LEVEL = 9
@@ -30,6 +37,7 @@ LEVEL = 9
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.release", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder of the two files; default: dist")
+    parser.add_argument("--repository", default="", help="the address of the repository, for the links of the README")
     arguments = parser.parse_args(argv)
     if find_spec("twine") is None:
         print("Not installed: twine, which checks what an index shows. Run `make dist`, or pip install twine.")
@@ -39,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Not committed, and not in the release:\n{changed}")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(f"git archive HEAD | tar x -C {folder}", shell=True, cwd=ROOT, check=True)
-        made = build(Path(folder), arguments.out, epoch)
+        made = build(Path(folder), arguments.out, epoch, arguments.repository)
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *made], check=True)
     for path in made:
         check(path)
@@ -51,18 +59,22 @@ def _said(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def build(sources: Path, out: Path, epoch: int) -> tuple[Path, Path]:
+def build(sources: Path, out: Path, epoch: int, repository: str = "") -> tuple[Path, Path]:
     """Build wheel and sdist of a folder of sources, and write them again with equal times, owners and modes.
 
     Args:
         sources: a copy of the repository. The build leaves files in it.
         out: the folder of the two files; it is made if it is not there.
         epoch: the time of every entry, in seconds.
+        repository: its address, such as https://example.org/octavo, for the links of the README.
 
     Returns:
         The wheel and the sdist.
     """
     out.mkdir(parents=True, exist_ok=True)
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (sources / "octavo/version.py").read_text(), re.MULTILINE)
+    readme = sources / "README.md"
+    readme.write_text(standalone(readme.read_text(), repository, version))
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"}
     made = []
     for kind, write in (("wheel", _zip_again), ("sdist", _tar_again)):
@@ -76,15 +88,43 @@ def build(sources: Path, out: Path, epoch: int) -> tuple[Path, Path]:
     return made[0], made[1]
 
 
+def standalone(text: str, repository: str, version: str) -> str:
+    """Return a page for readers without the repository: its links lead to the files of a version, or there are none."""
+
+    def replaced(found: re.Match[str]) -> str:
+        picture, words, target = found.groups()
+        if target.startswith(("https://", "http://", "#")):
+            return found[0]
+        if not repository:
+            return "" if picture else words
+        return f"{picture}[{words}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/v{version}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, text)
+
+
 def _zip_again(raw: Path, epoch: int) -> bytes:
     when = time.gmtime(max(epoch, 315532800))[:6]  # a zip file knows no time before 1980
     stream = io.BytesIO()
     with zipfile.ZipFile(raw) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=LEVEL) as new:
-        for name in old.namelist():  # in the order of the wheel, whose metadata come last
+        files = {name: old.read(name) for name in old.namelist()}  # in the order of the wheel, whose metadata come last
+        sources = {name: data.decode() for name, data in files.items() if name.endswith(".py")}
+        files |= {name: source.encode() for name, source in stripped(sources).items()}
+        record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+        files[record] = _record(record, files)
+        for name, data in files.items():
             entry = zipfile.ZipInfo(name, when)
             entry.external_attr, entry.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
-            new.writestr(entry, old.read(name))
+            new.writestr(entry, data)
     return stream.getvalue()
+
+
+def _record(record: str, files: dict[str, bytes]) -> bytes:
+    """Return the list of a wheel's files, with their hashes and sizes, which an installer checks."""
+    rows = []
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},," if name == record else f"{name},sha256={digest},{len(data)}")
+    return "".join(f"{row}\n" for row in rows).encode()
 
 
 def _tar_again(raw: Path, epoch: int) -> bytes:

@@ -216,10 +216,10 @@ def _unit(value: float | None, unit: str) -> str:
 
 def _load(run: dict[str, Any]) -> list[Markup]:
     """Return a table of the share of the held-out text that each expert of each layer got."""
-    rows = [[f"layer {n}", *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
+    rows = [[str(n), *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
     name = f"Load of the experts: {run['recipe']}"
-    return [section(name, table(name, ["", *experts], rows))]
+    return [section(name, table(name, ["layer", *experts], rows))]
 
 
 def _routes(routes: Sequence[dict[str, str]]) -> list[Markup]:
@@ -236,7 +236,7 @@ def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
     ]
     notes = [paragraph(note, soft=True) for note in policy["notes"]]
     title = f"Rules of {name}"
-    return [section(title, table(title, ("rule", "", "layers"), rows), *notes)]
+    return [section(title, table(title, ("rule", "setting", "layers"), rows), *notes)]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.inspection.explain import copied
 from octavo.inspection.findings import Finding
-from octavo.inspection.heat import label, spoken
+from octavo.inspection.heat import label, shade_of, spoken
 from octavo.inspection.steps import Batch, Loss, gradients_of, set_recipe
 from octavo.inspection.tensor_rows import TensorRow
 from octavo.model.layer_lookup import layers
@@ -39,6 +39,7 @@ class Advice(NamedTuple):
         recipe: the recipe that helps most; None if none of them helps.
         after: the number in it.
         tried: each recipe that ran, and the number in it.
+        left: the tensors and numbers of the layer that still have a finding in the best recipe.
     """
 
     layer: str
@@ -49,6 +50,7 @@ class Advice(NamedTuple):
     recipe: str | None
     after: float
     tried: tuple[tuple[str, float], ...]
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = f"{label(self.layer)}: {self.tensor} {self.number}"
@@ -59,14 +61,15 @@ class Advice(NamedTuple):
                 "Leave this layer in bf16, or look for the cause in the model."
             )
         best = f"{spoken(self.after, self.number)} in {self.recipe}"
-        return f"{what}: {best} instead of {spoken(self.before, self.number)} in {self.in_use}."
+        rest = f" It still has a finding there: {', '.join(self.left)}." if self.left else ""
+        return f"{what}: {best} instead of {spoken(self.before, self.number)} in {self.in_use}.{rest}"
 
 
 class _Measured(NamedTuple):
     """A layer's numbers in one recipe."""
 
     rows: dict[str, TensorRow]
-    faults: int
+    faults: tuple[str, ...]  # tensors with the number that is at fault
 
     def number(self, tensor: str, name: str) -> float | None:
         row = self.rows.get(tensor)
@@ -76,13 +79,17 @@ class _Measured(NamedTuple):
         """Return the worst cosine of a result."""
         return min((row.cosine for row in self.rows.values() if row.cosine is not None), default=1.0)
 
+    def shade(self) -> float:
+        """Return how bad the worst of all its numbers is."""
+        return max((shade_of(row.numbers()) for row in self.rows.values()), default=0.0)
+
 
 def try_recipes(
     model: nn.Module, batches: Sequence[Batch], faults: Sequence[Finding], inspect: Any, loss: Loss | None
 ) -> list[Advice]:
     """Run copies of a model, with the layers of faults in each other recipe, and return the best for each layer: that
-    with the fewest faults, and of these the one that improves the number of the first fault most. `inspect` is
-    `octavo.inspect`, which imports this module."""
+    with the fewest faults, none of which is new, and of these the one that improves the number of the first fault most.
+    `inspect` is `octavo.inspect`, which imports this module."""
     by_layer: dict[str, Finding] = {}
     for fault in faults:
         if fault.number:
@@ -137,10 +144,12 @@ def _measured(model: nn.Module, batches: Sequence[Batch], inspect: Any, loss: Lo
             subject.zero_grad()
             gradients_of(subject, batch, loss)
             step(subject)
-    faults = Counter(fault.layer for fault in report._faults())
+    faults: dict[str, list[str]] = {}
+    for fault in report._faults():
+        faults.setdefault(fault.layer, []).append(f"{fault.tensor} {fault.number}".strip() or fault.text)
     found: dict[str, _Measured] = {}
     for row in report.rows():
-        found.setdefault(row.layer, _Measured({}, faults[row.layer])).rows[row.tensor] = row
+        found.setdefault(row.layer, _Measured({}, tuple(faults.get(row.layer, ())))).rows[row.tensor] = row
     return found
 
 
@@ -154,11 +163,18 @@ def _best(fault: Finding, in_use: str, before: _Measured, tried: dict[str, _Meas
         name: value
         for name, value in known.items()
         if sign * (value - was) > 0
-        and tried[name].faults <= before.faults
+        and set(tried[name].faults) <= set(before.faults)
         and tried[name].cosine() >= before.cosine() - SPARE
     }
     best = max(
-        fit, key=lambda name: (-tried[name].faults, round(sign * fit[name], 4), tried[name].cosine()), default=None
+        fit,
+        key=lambda name: (
+            -len(tried[name].faults),
+            round(sign * fit[name], 4),
+            -tried[name].shade(),
+            tried[name].cosine(),
+        ),
+        default=None,
     )
-    after = was if best is None else fit[best]
-    return Advice(fault.layer, fault.tensor, fault.number, in_use, was, best, after, tuple(known.items()))
+    after, left = (was, ()) if best is None else (fit[best], tried[best].faults)
+    return Advice(fault.layer, fault.tensor, fault.number, in_use, was, best, after, tuple(known.items()), left)

@@ -31,6 +31,7 @@ from octavo.inspection.webpage import (
     section,
     shading,
     try_next,
+    unbroken,
 )
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.policy import Policy
@@ -40,6 +41,7 @@ from octavo.recipes import recipe as resolve
 from octavo.text import columns, one_line, plural
 
 ALL = "(all)"  # the row of all parameters together
+WHOLE = "the whole model"  # the same on a page
 ALIKE = 1.1  # two errors whose ratio is less are alike: few batches do not tell them apart
 SHOWN, PICTURED = 16, 2  # parameters that a page does not fold; pictures of each recipe
 ERROR, COSINE = (0.05, 0.5), (0.999, 0.9)  # the values at which a cell is not and is fully shaded
@@ -206,17 +208,17 @@ class Comparison(NamedTuple):
 
     def _headline(self) -> str:
         """Return which recipe's gradients are nearer to the unquantized ones, if one's are."""
-        whole, names = self.rows[0], self._names()
-        errors = sorted(zip((whole.first_error, whole.second_error), names, strict=True))
+        total, names = self.rows[0], self._names()
+        errors = sorted(zip((total.first_error, total.second_error), names, strict=True))
         (low, nearer), (high, other) = errors
         if not math.isfinite(high) or not math.isfinite(low):
             lost = [name for error, name in errors if not math.isfinite(error)]
             return f"Gradients of {' and '.join(lost)} are not finite"
         if high <= ALIKE * low:
-            return (
-                f"Gradients of {names[0]} and {names[1]} are about as near to unquantized ones ({low:.1%}, {high:.1%})"
-            )
-        return f"Gradients of {nearer} are nearer to unquantized ones: error {low:.1%}, against {high:.1%} in {other}"
+            both = f"({_percent(low)}, {_percent(high)})"
+            return f"Gradients of {names[0]} and {names[1]} are about as near to unquantized ones {both}"
+        errors_said = f"error {_percent(low)}, against {_percent(high)} in {other}"
+        return f"Gradients of {nearer} are nearer to unquantized ones: {errors_said}"
 
     def _card(self, place: int) -> Card:
         whole, *rest = self.rows
@@ -226,20 +228,23 @@ class Comparison(NamedTuple):
         if rest:
             worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
             row = link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
-            lines.append(joined("Worst: ", row, f", {(worst.first_error, worst.second_error)[place]:.1%}"))
-        return Card(self._names()[place], f"{error:.1%}", "error of the whole gradient", lines)
+            lines.append(joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
+        return Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
 
     def _measured(self) -> str:
         return f"gradients over {plural(self.batches, 'batch', 'batches')}, without an optimizer"
 
     def _cells(self, rows: Sequence[ComparedRow]) -> list[tuple[str, ...]]:
         first, second = self._names()
-        header = ["gradient of", "norm", f"cosine {first}", f"cosine {second}", f"error {first}", f"error {second}"]
+        sides = [joined(f"{what} ", unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
+        header = ["gradient of", "norm", *sides]
         cells: list[tuple[str, ...]] = [(*header, "mutual cosine")]
         for row in rows:
             cosines, errors = (row.first, row.second), (row.first_error, row.second_error)
-            texts = [*[f"{cosine:.5f}" for cosine in cosines], *[f"{error:.2%}" for error in errors]]
-            cells.append((row.parameter, f"{row.size:.3g}", *texts, f"{row.mutual:.5f}"))
+            texts = [*[f"{cosine:.5f}" for cosine in cosines], *[f"{100 * error:.2f} %" for error in errors]]
+            cells.append(
+                (WHOLE if row.parameter == ALL else row.parameter, f"{row.size:.3g}", *texts, f"{row.mutual:.5f}")
+            )
         return cells
 
     def _names(self) -> tuple[str, str]:
@@ -374,3 +379,7 @@ def _fold(sums: dict[str, Tensor], name: str, products: Tensor) -> None:
 def _row(name: str, numbers: Tensor) -> ComparedRow:
     batches, *totals = numbers.tolist()  # those in which the parameter has a gradient
     return ComparedRow(name, *(total / batches for total in totals))
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.1f} %"

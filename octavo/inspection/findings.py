@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
+from octavo.inspection.heat import spoken
+from octavo.inspection.tensor_rows import LayerState, TensorRow
 from octavo.text import one_line
 
 # limits for formats of 4 and of 8 bits: a healthy layer with bell-shaped values stays well within them
@@ -105,7 +106,7 @@ def _not_finite(row: TensorRow, rows: Rows) -> list[str]:
     if row.nonfinite == 0 or any(name in rows and rows[name].nonfinite > 0 for name in OPERANDS.get(row.tensor, ())):
         return []
     way = NOT_FINITE.get(row.tensor, "Look at this layer and those after it.")
-    return [f"has Inf or NaN in {percent(row.nonfinite)} of its values. {way}"]
+    return [f"has Inf or NaN in {spoken(row.nonfinite, 'nonfinite')} of its values. {way}"]
 
 
 def _of_tensor(state: LayerState, row: TensorRow) -> list[tuple[str, str]]:
@@ -137,19 +138,22 @@ def _of_cast(state: LayerState, row: TensorRow, bits: int) -> list[tuple[str, st
         if state.recipe.stateful
         else ""
     )
+    found = []
     if row.saturated > SATURATED:
-        text = f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
-        return [(text, "saturated")]
+        share = spoken(row.saturated, "saturated")
+        found.append(
+            (f"saturates: {share} of its values are beyond the largest code of its scale.{stale}", "saturated")
+        )
     if row.underflow > UNDERFLOW[bits]:
-        text = f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale}"
-        return [(text, "underflow")]
-    if row.sqnr is not None and row.sqnr < SQNR[bits]:
+        share = spoken(row.underflow, "underflow")
+        found.append((f"underflows: {share} of its values become zero (amax {row.amax:.3g}).{stale}", "underflow"))
+    if not found and row.sqnr is not None and row.sqnr < SQNR[bits]:
         text = (
             f"has a signal-to-noise ratio of {row.sqnr:.1f} dB, below {SQNR[bits]:.0f}: its codes and scales do not "
             f"stand for its values.{stale} Check that scales and cached codes belong to this tensor."
         )
-        return [(text, "sqnr")]
-    return []
+        found.append((text, "sqnr"))
+    return found
 
 
 def _gemm(tensor: str) -> str:

@@ -59,7 +59,7 @@ class HeatMap:
             for tensor in tensors:
                 found = [value for layer in self.layers for value in self._by_step(layer, tensor, number).values()]
                 if any(value >= SEEN for value in found) if number in RARE else found:
-                    self._columns.append((f"{TITLES.get(number, number)} {tensor}", number, tensor, good, bad))
+                    self._columns.append((f"{tensor} {TITLES.get(number, number)}", number, tensor, good, bad))
         rows = [self._row(place, layer) for place, layer in enumerate(self.layers)]
         self.rows = sorted(rows, key=lambda row: -row.shade)
         self._anchors = {layer: row.anchor for layer, row in zip(self.layers, rows, strict=True)}

@@ -372,7 +372,7 @@ class Inspection:
         return self.text()
 
     def _title(self) -> str:
-        return f"{plural(len(list(self._states())), 'layer')}, {plural(self._step, 'step')} counted" + (
+        return f"{plural(len(list(self._states())), 'layer')} over {plural(self._step, 'step')}" + (
             "" if self._every == 1 else f", one of {self._every} measured"
         )
 

@@ -142,7 +142,9 @@ def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -
         for one in advice
         for name, value in ((f"{one.in_use}, in use", one.before), *one.tried)
     ]
-    parts = [folded("All that were tried", table("All that were tried", ("measured", "recipe", ""), rows, left=True))]
+    parts = [
+        folded("All that were tried", table("All that were tried", ("measured", "recipe", "number"), rows, left=True))
+    ]
     if any(one.recipe is not None for one in advice):
         policy = policy_of(advice, {layer: str(state.recipe) for layer, state in states.items()})
         parts.append(folded(f"The policy of those that helped, {POLICY_FILE}", plain_text(str(policy))))

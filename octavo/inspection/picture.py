@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FORMATS, Format
-from octavo.inspection.heat import shade_of
+from octavo.inspection.heat import shade_of, spoken
 from octavo.inspection.raster import Box, Colour, Label, png
 from octavo.inspection.statistics import LOWEST
-from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
+from octavo.inspection.tensor_rows import LayerState, TensorRow
 from octavo.inspection.webpage import Markup, heading, paragraph, section
 from octavo.text import path_names
 
@@ -67,9 +67,10 @@ def caption(found: Histogram) -> str:
     name = f"{found.layer or '(model)'}, {found.tensor}"
     if found.underflow is None or found.saturated is None:
         return f"{name}: amax {found.amax:.3g}."
+    zero, beyond = spoken(found.underflow, "underflow"), spoken(found.saturated, "saturated")
     return (
-        f"{name} in {found.cast}: {percent(found.underflow)} of its values become zero, {percent(found.saturated)} "
-        f"are beyond the largest code; amax {found.amax:.3g}."
+        f"{name} in {found.cast}: {zero} of its values become zero, {beyond} are beyond the largest code; "
+        f"amax {found.amax:.3g}."
     )
 
 
@@ -238,7 +239,7 @@ def _bars(axis: _Axis, counts: Sequence[float]) -> list[Box | Label]:
     for place, count in enumerate(counts):
         if count:
             x, height = axis.x(LOWEST + place), (FLOOR - TOP) * count / highest
-            said = f"{count / whole:.2%} from {_power(LOWEST + place)}"
+            said = f"{100 * count / whole:.2f} % from {_power(LOWEST + place)}"
             found.append(Box(x + 0.5, FLOOR - height, max(axis.unit - 1, 0.5), height, "bar", 1.0, said))
     return found
 
@@ -250,7 +251,10 @@ def _axis_text(axis: _Axis, counts: Sequence[float], fmt: Format | None) -> list
     for exponent in range(first, axis.high + 1, stride):
         found.append(Label(axis.x(exponent), FLOOR + 34, _power(exponent), "middle"))
     if whole := sum(counts):
-        found += [Label(SIDE - 4, TOP + 10, f"{max(counts) / whole:.0%}", "end"), Label(SIDE - 4, FLOOR, "0", "end")]
+        found += [
+            Label(SIDE - 4, TOP + 10, f"{100 * max(counts) / whole:.0f} %", "end"),
+            Label(SIDE - 4, FLOOR, "0", "end"),
+        ]
     title = "magnitude" if fmt is None else f"magnitude over its scale; a tick for each value of {fmt.name}"
     return [*found, Label(WIDE / 2, HIGH - 6, title, "middle")]
 

@@ -59,6 +59,7 @@ tr > :first-child { text-align: left; padding-left: 0; }
 .heat table { border-collapse: separate; border-spacing: 3px; min-width: 100%; } .heat th, .heat td { border: 0; }
 .heat td { text-align: center; border-radius: 4px; background: var(--panel); padding: .3rem .4rem; }
 .heat thead th { text-align: center; white-space: normal; font-size: .8rem; vertical-align: bottom; }
+.unbroken { white-space: nowrap; }
 .heat td.shade { --mix: rgb(var(--bad) / calc(var(--shade) * 55%)); print-color-adjust: exact;
   background: linear-gradient(var(--mix), var(--mix)), var(--panel); }
 .heat tr:target > * { outline: 2px solid var(--link); } wbr { display: none; }
@@ -261,6 +262,11 @@ def bars(name: str, header: Sequence[str], rows: Sequence[Bar]) -> Markup:
 def shading(said: str) -> Markup:
     """Return the scale of a heat map's colours in words, beside its gradient."""
     return paragraph(Markup(f'fine<span class="scale" aria-hidden="true"></span>bad. {escape(said)}'), soft=True)
+
+
+def unbroken(text: str) -> Markup:
+    """Return a name that no line breaks, such as a recipe's at its hyphen."""
+    return Markup(f'<span class="unbroken">{escape(text)}</span>')
 
 
 def named(colour: str, name: str) -> Markup:

@@ -61,7 +61,7 @@ def run(command, function, *arguments):
 def test_a_plain_model_is_inspected_in_the_recipe_that_is_named(capsys, tmp_path):
     assert run("inspect", "plain", "--recipe", "nvfp4", "--steps", "3", "--html", "r.html", "--json", "r.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 layers, 3 steps counted\n") and "\n\nNothing stands out.\n\n  tensor  format" in said
+    assert said.startswith("2 layers over 3 steps\n") and "\n\nNothing stands out.\n\n  tensor  format" in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["findings"] == []
     assert {(t["layer"], t["tensor"], t["calls"]) for t in report["tensors"]} >= {("0", "x", 3), ("2", "dx", 3)}
@@ -76,7 +76,7 @@ def test_a_model_keeps_its_own_recipes(capsys):
 
 def test_findings_fail_if_they_shall(capsys):
     assert run("inspect", "broken") == 0
-    assert "0: w has Inf or NaN in 100.00% of its values." in capsys.readouterr().out
+    assert "0: w has Inf or NaN in 100.00 % of its values." in capsys.readouterr().out
     assert run("inspect", "broken", "--fail") == 1
     assert "octavo inspect: --fail: " in capsys.readouterr().err
 

@@ -136,7 +136,7 @@ def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
     assert '--shade:1.00" title="step 10: 50.00 %, step 20: 30.00 %">40.00 %<' in text
     assert '<td title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
     assert '<a href="#run1-0">blocks.0.<wbr>down</a>: &lt;dy&gt; at 20' in text and '<tr id="run1-0">' in text
-    assert "nvfp4, steps 10, 20" in text and "saturated x" not in text and "underflow w" not in text
+    assert "nvfp4, steps 10, 20" in text and "x saturated" not in text and "w underflow" not in text
     assert ">0.9895<" in text
 
 

@@ -157,9 +157,9 @@ def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
 def test_the_page_has_the_order_of_the_text_and_answers():
     found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
     text, whole = found.html("octavo compare mine:model mxfp8 nvfp4"), found.rows[0]
-    listed = [line.split()[0] for line in str(found).splitlines()[6:]]
+    listed = [line.split()[0].replace("(all)", "the whole model") for line in str(found).splitlines()[6:]]
     assert sorted(listed, key=lambda name: text.index(f'<th scope="row">{name.replace(".", ".<wbr>")}</th>')) == listed
-    said = f"error {whole.first_error:.1%}, against {whole.second_error:.1%} in nvfp4"
+    said = f"error {100 * whole.first_error:.1f} %, against {100 * whole.second_error:.1f} % in nvfp4"
     assert f"<h1>Gradients of mxfp8 are nearer to unquantized ones: {said}</h1>" in text
     assert "octavo inspect mine:model --recipe &quot;mxfp8&quot;" in text
 

@@ -65,8 +65,19 @@ def test_a_gradient_that_underflows():
         y.backward(dy)
 
     text = only(found_in(model_of("fp8-current", 1), step))
-    assert text.startswith("0: dy underflows: 99.95% of its values become zero (amax 1e+03).")
+    assert text.startswith("0: dy underflows: 99.95 % of its values become zero (amax 1e+03).")
     assert "report.try_recipes(batches) tries other recipes, and measures which one helps." in text
+
+
+def test_a_cast_that_saturates_hides_no_underflow():
+    """Whoever cured the saturation alone would meet the underflow after it."""
+    model = model_of("fp8-delayed", 1)
+    train(model)
+    octavo.step(model)
+    x = torch.full((32, 64), 1e-9)
+    x[:, ::4] = 1e4
+    found = [text[:13] for text in found_in(model, lambda model: train(model, x)) if text.startswith("0: x")]
+    assert found == ["0: x saturate", "0: x underflo"]
 
 
 def test_multipliers_of_two_tensors_that_are_swapped():
@@ -147,7 +158,7 @@ def test_a_result_is_not_blamed_for_an_operand_that_is_not_finite():
     x[3, 4] = math.nan
     found = found_in(model_of("mxfp8", 1), lambda model: model(x).nansum().backward())
     assert only(found) == (
-        "0: x has Inf or NaN in 0.05% of its values. Look at the model's input, and at the layers before this one."
+        "0: x has Inf or NaN in 0.05 % of its values. Look at the model's input, and at the layers before this one."
     )
 
 
@@ -157,4 +168,4 @@ def test_a_small_share_is_a_percentage():
 
 def test_values_that_are_not_finite_are_reported_even_if_all_are():
     found = found_in(model_of(depth=1), lambda model: model(torch.full((8, 64), math.nan)))
-    assert found[0].startswith("0: x has Inf or NaN in 100.00% of its values.")
+    assert found[0].startswith("0: x has Inf or NaN in 100.00 % of its values.")

@@ -350,7 +350,7 @@ def test_every_counts_the_steps_of_an_optimizer():
             optimizer.step()
             other.step()
     assert {row.calls for row in report.rows()} == {2 * 3}
-    assert "7 steps counted, one of 3 measured" in str(report)
+    assert "over 7 steps, one of 3 measured" in str(report)
 
 
 def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):

@@ -2,6 +2,7 @@
 trains."""
 
 import copy
+import re
 import struct
 import zlib
 
@@ -15,6 +16,7 @@ from octavo.inspection.heat import HeatMap, Sample
 from octavo.inspection.raster import Box, Label, png
 from octavo.inspection.statistics import LOWEST, SHAPE, SUMS, fold
 from octavo.inspection.timeline import LISTED, POINTS, timelines
+from octavo.inspection.webpage import STYLE
 from tests.support.inspected import by_tensor, pair, train
 from tests.support.page_reader import PageReader
 
@@ -53,8 +55,8 @@ def test_a_picture_shows_magnitudes_in_units_of_the_scale(tmp_path):
     row = by_tensor(report, "0")["x"]
     assert {LOWEST + i: n for i, n in enumerate(row.values) if n} == {8: 64, -12: 15 * 64}
     drawn = report.draw("0", "x")
-    assert "0, x in tensorwise: 93.75% of its values become zero" in drawn.svg and drawn.svg in drawn._repr_html_()
-    assert "93.75% from 2⁻¹²" in drawn.svg and "becomes zero" not in report.draw("0", "y").svg
+    assert "0, x in tensorwise: 93.75 % of its values become zero" in drawn.svg and drawn.svg in drawn._repr_html_()
+    assert "93.75 % from 2⁻¹²" in drawn.svg and "becomes zero" not in report.draw("0", "y").svg
     for name, beginning in (("x.svg", b"<svg"), ("x.png", b"\x89PNG")):
         drawn.save(str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(beginning)
@@ -73,6 +75,44 @@ def test_a_drawing_is_pixels():
     assert found[20:, 60:].eq(0).all(2).sum() == 4 * 10  # an l has ten dots, each of four pixels
 
 
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    """Return the ratio of the guidelines for accessible pages, which ask for 4.5 between text and its ground."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_stands_out_on_every_ground_and_on_every_shade(scheme):
+    found = re.findall(r":root \{([^}]*)\}", STYLE)[scheme]
+    hexes = {name: value * 2 if len(value) == 3 else value for name, value in re.findall(r"--(\w+): #(\w+)", found)}
+    colours = {name: tuple(bytes.fromhex(value)) for name, value in hexes.items()}
+    bad = tuple(map(int, re.search(r"--bad: (\d+) (\d+) (\d+)", found).groups()))
+    assert {"ink", "soft", "link", "ground", "panel"} <= set(colours)
+    for text in ("ink", "soft", "link"):
+        for ground in ("ground", "panel"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    for shade in (0.0, 0.5, 1.0):  # of a cell: `calc(var(--shade) * 55%)`
+        part = 0.55 * shade
+        cell = tuple(part * own + (1 - part) * under for own, under in zip(bad, colours["panel"], strict=True))
+        assert contrast(colours["ink"], cell) >= 4.5, shade
+
+
+def test_a_column_of_a_comparison_breaks_before_the_name_of_its_recipe():
+    """fp8-block was cut at its hyphen."""
+    text = octavo.compare(nn.Linear(64, 64), [torch.randn(32, 64)], "fp8-block", "nvfp4").html()
+    PageReader(text)
+    assert '<th scope="col">cosine <span class="unbroken">fp8-block</span></th>' in text
+    assert "\n.unbroken { white-space: nowrap; }" in text
+
+
 # -- one page ----------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +122,7 @@ def test_every_page_has_landmarks_names_and_links_that_lead_to_rows():
         train(model, x)
     report.try_recipes([x])
     found = PageReader(report.html("octavo inspect mine:model"))
-    assert found.headings[0].startswith("1 of 2 layers needs a look in fp8-current; the worst is 2, underflow w 99.")
+    assert found.headings[0].startswith("1 of 2 layers needs a look in fp8-current; the worst is 2, w underflow 99.")
     order = ["Findings", "Tried on the same batches", "What each recipe does to its layers",
              "The worst tensors in their formats", "Try next"]  # fmt: skip
     assert [name for name in found.headings if name in order] == order

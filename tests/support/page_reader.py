@@ -1,20 +1,25 @@
 """A reader of pages: it checks their structure, and lists what they refer to and say."""
 
 from html.parser import HTMLParser
+from itertools import pairwise
 
 EMPTY = ("meta", "wbr", "br")
 
 
 class PageReader(HTMLParser):
     """Checks that every element is closed in its turn, that links lead to a row, that what scrolls can be reached by
-    keyboard and has a name, and that every picture has one."""
+    keyboard and has a name, that every picture and every column has one, and that no level of headings is left out."""
 
     def __init__(self, text):
         super().__init__()
         self.open, self.links, self.points, self.cells = [], [], [], []
         self.anchors, self.tags, self.headings = set(), [], []
+        self.titles = []
         self.feed(text)
         assert self.open == []
+        assert all(title.strip() for title in self.titles), self.titles
+        levels = [int(tag[1]) for tag in self.tags if tag in ("h1", "h2", "h3", "h4")]
+        assert all(deeper <= level + 1 for level, deeper in pairwise(levels)), levels
         assert [tag for tag in self.tags if tag in ("main", "header", "h1")] == ["header", "h1", "main"]
         assert all(link.removeprefix("#") in self.anchors for link in self.links), self.links
         assert "<script" not in text and "@import" not in text and "url(" not in text
@@ -24,7 +29,11 @@ class PageReader(HTMLParser):
         given = dict(attributes)
         self.tags.append(tag)
         self.links += [given[name] for name in ("src", "href") if name in given]
+        assert given.get("id") not in self.anchors, given
         self.anchors |= {given["id"]} if "id" in given else set()
+        if tag == "th":
+            assert given["scope"] in ("col", "row")
+            self.titles.append("")
         if tag == "polyline":
             self.points.append(given["points"])
         if "scroll" in given.get("class", "").split():
@@ -45,6 +54,8 @@ class PageReader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
+        if "th" in self.open:
+            self.titles[-1] += data
         if self.open and self.open[-1] == "td":
             self.cells.append(data)
         if self.open and self.open[-1] in ("h1", "h2", "h3"):

@@ -123,8 +123,8 @@ def headline(found: Sequence[Section]) -> str:
         rates = [row["of_copy"] for one in found for row in one.times() if row.get("of_copy")]
         if not rates:
             return "No case of Octavo was timed"
-        said = f"{plural(len(rates), 'case')} run at {min(rates):.0%} to {max(rates):.0%} of a plain copy's rate"
-        return said
+        span = f"{100 * min(rates):.0f} to {100 * max(rates):.0f} %"
+        return f"{plural(len(rates), 'case')} run at {span} of a plain copy's rate"
     ratios = [ratio for one, row in best if (ratio := one.ratio(row)) is not None]
     one, row = best[0]
     if len(ratios) < len(best) or not ratios:
