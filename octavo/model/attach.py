@@ -190,8 +190,7 @@ def _hooked(optimizer: Any) -> Optimizer:
         if isinstance(found, LRScheduler):  # has .optimizer, and does not step it
             break
         if runs_hooks(found):
-            stepped: Optimizer = found
-            return stepped
+            return found
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "

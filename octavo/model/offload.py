@@ -192,8 +192,7 @@ class _Block:
     def unpack(self, packed: Any) -> Tensor:
         """Return a tensor on its device, and begin to copy those that backward needs after it."""
         if not isinstance(packed, Saved):
-            found: Tensor = packed
-            return found
+            return packed
         found, place = packed.tensor(), self.places[id(packed)]
         for ref in self.order[max(place - self.offload._prefetch, 0) : place]:
             if (earlier := ref()) is not None:

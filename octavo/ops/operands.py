@@ -219,8 +219,7 @@ class Dense:
     @staticmethod
     def transposed(codes: Any) -> QTensor:
         """Transpose row codes of square blocks to column codes."""
-        found: QTensor = codes.transpose()
-        return found
+        return codes.transpose()
 
     # -- products
 
@@ -243,8 +242,7 @@ class Dense:
             lead = tuple(inputs.x.shape[:-1])
         if lead is None or len(lead) == 1:
             return y
-        shaped: Tensor = unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
-        return shaped
+        return unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
 
     def input_product(self, call: BackwardCall, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
         """Compute dx, from dy's row codes or from dy."""

@@ -202,7 +202,7 @@ class GroupedTensor:
         values = pack(values.T if dim else values, self.groups)
         if self.anchor is None:
             return values
-        return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
+        return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call]
 
     def members(self) -> list[QTensor]:
         """Return the groups by themselves. The host reads the sizes, and so waits for the device.

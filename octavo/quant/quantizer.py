@@ -221,8 +221,7 @@ class Quantizer(Value):
         """
         wants_column = is_column(cast_checks.check_tensor(x).dim(), axis)
         if torch.compiler.is_compiling():
-            traced: QTensor = traced_cast.quantize(self, x, wants_column, amax, inverse_scale, seed)
-            return traced
+            return traced_cast.quantize(self, x, wants_column, amax, inverse_scale, seed)
         return self._cast(x, wants_column, amax, inverse_scale, seed)
 
     def _cast(
@@ -390,8 +389,7 @@ class Quantizer(Value):
         """Return the largest magnitudes of the matrix x, which a two-pass cast takes. Check nothing. Only a scheme
         that `gathers` takes a `source`."""
         more = () if source is None else (source,)
-        found: AmaxPair = backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
-        return found
+        return backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
 
     def _fill(self, x: Tensor, pair: QTensorPair, cast_args: CastArgs) -> None:
         """Cast the matrix x into the orientations of `pair` that are not None, which must fit it. Check nothing."""

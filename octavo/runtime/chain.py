@@ -252,8 +252,7 @@ def _run_step(config: Config, step: ChainStep, stages: list[Any], made: list[Any
     if config.routes:
         _connect(config, stages, made, first, last)
     if name:
-        results: list[ForwardResult] = LAYERS[name].step_forward(config.stages[first:last], stages[first:last])
-        return results
+        return LAYERS[name].step_forward(config.stages[first:last], stages[first:last])
     try:
         return [config.layers[first].forward(config.stages[first], stages[first])]
     except Miscounted as error:

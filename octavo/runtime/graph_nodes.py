@@ -287,8 +287,7 @@ def run(stage: Stage, x: Any) -> list[Tensor]:
     """Run one call as one node of the graph being traced. Return outputs, auxiliary outputs and intermediates."""
     tensors: list[Tensor] = []
     call = _call_string(stage, x, tensors)
-    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
-    return found
+    return torch.ops.octavo.run(tensors[::-1], call)
 
 
 def forward_node(stage: Stage, inputs: Sequence[Any]) -> list[Tensor]:

@@ -73,8 +73,7 @@ def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Ten
 
 def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the values that the row codes of a weight stand for."""
-    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
-    return found
+    return torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
 
 
 @torch.library.custom_op("octavo::anchor", mutates_args=())
@@ -102,5 +101,4 @@ ANCHOR = torch.ops.octavo.anchor.default
 def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return a one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to
     them."""
-    found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
-    return found
+    return torch.ops.octavo.anchor(list(parts), list(shape))

@@ -52,8 +52,7 @@ _FIELDS = len(DelayedState.__dataclass_fields__)
 
 def read_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
     """Return all amaxes in one tensor."""
-    found: Tensor = torch.ops.octavo.read_amaxes(list(amaxes))
-    return found
+    return torch.ops.octavo.read_amaxes(list(amaxes))
 
 
 def write_amaxes(amaxes: Sequence[Tensor], values: Tensor) -> None:

@@ -43,8 +43,7 @@ def write_stochastically(weight: Any, values: Tensor, amaxes: Tensor | None, see
 
 
 def _quantizer(weight: Any) -> Quantizer:
-    found: Quantizer = LAYERS[weight.kind.layer].config(weight.kind.key).quant.fprop.right
-    return found
+    return LAYERS[weight.kind.layer].config(weight.kind.key).quant.fprop.right
 
 
 def _matrices(weight: Any, values: Tensor, spec: Quantizer) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:

@@ -55,8 +55,7 @@ class ActivationGradient:
     def gradients(self, db: Tensor | None) -> Grads:
         """Return the gradients of the layer's inputs."""
         dx = self.input_gradient()
-        found: Grads = self.layer.gradients(dx, self.weight_gradient(), db)
-        return found
+        return self.layer.gradients(dx, self.weight_gradient(), db)
 
     @property
     def layer(self) -> Any:
