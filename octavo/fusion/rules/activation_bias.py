@@ -96,15 +96,12 @@ class ActivationBias(FusedOperation):
 
 
 def _conditions(last: int) -> tuple[Any, ...]:
-    return *conditions.dy_as_codes(0), conditions.no_scale_gradient(last)
+    return *conditions.dy_as_codes(0), conditions.NO_SCALE_GRADIENT.at(last)
 
 
-def _no_own_bias() -> Any:
-    return conditions.of(0, "one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides")
-
-
+_ONE_BIAS = conditions.On("one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides").at(0)
 RULES = (
-    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_no_own_bias(), *_conditions(2)))),
+    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_ONE_BIAS, *_conditions(2)))),
     Backward(Rule("activation-bias", (Linear, Activation), ActivationBias, _conditions(1))),
     Backward(Rule("linear-scale", (Linear, ConstantScale), ActivationBias, _conditions(1))),
 )

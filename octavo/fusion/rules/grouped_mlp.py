@@ -70,31 +70,27 @@ def one_recipe(first: int, second: int) -> Condition:
 
 def backward_conditions(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a GroupedLinear whose dy is written as codes."""
-    return *conditions.dy_as_codes(place), no_scaled_bias(place)
+    return *conditions.dy_as_codes(place), _NO_SCALED_BIAS.at(place)
 
 
-def no_scaled_bias(place: int) -> Condition:
-    return conditions.of(
-        place, "the bias is not scaled", lambda c: not c.scales_dtype,
-        "its bias is scaled row by row, and the gradients of the bias and of its scales need dy itself",
-    )  # fmt: skip
-
-
-def no_own_bias(place: int) -> Condition:
-    return conditions.of(
-        place, "no bias of its own", lambda c: not c.bias_dtype, "a bias between them has sums of its own"
-    )
+_NO_SCALED_BIAS = conditions.On(
+    "the bias is not scaled", lambda c: not c.scales_dtype,
+    "its bias is scaled row by row, and the gradients of the bias and of its scales need dy itself",
+)  # fmt: skip
+_NO_OWN_BIAS = conditions.On(
+    "no bias of its own", lambda c: not c.bias_dtype, "a bias between them has sums of its own"
+).at(1)
 
 
 MLP_CONDITIONS = (
     *conditions.x_as_codes(2),
     one_recipe(0, 2),
     *backward_conditions(0),
-    conditions.runs_now(2),
-    conditions.wants_dx(2, "GroupedLinear"),
-    conditions.quantizes_wgrad(2, "a GroupedLinear"),
-    conditions.keeps_h(1),
-    no_own_bias(1),
+    conditions.RUNS_NOW.at(2),
+    conditions.WANTS_DX.at(2, "GroupedLinear"),
+    conditions.QUANTIZES_WGRAD.at(2, "a GroupedLinear"),
+    conditions.KEEPS_H.at(1),
+    _NO_OWN_BIAS,
 )
 _MLP = Rule(
     "grouped-mlp", (GroupedLinear, Activation, GroupedLinear), GroupedMLP, MLP_CONDITIONS, forward_from=1,
@@ -105,6 +101,6 @@ _AFTER = Rule(
 )
 _BEFORE = Rule(
     "grouped-linear-activation", (GroupedLinear, Activation), GroupedLinearActivation,
-    (*backward_conditions(0), no_own_bias(1)),
+    (*backward_conditions(0), _NO_OWN_BIAS),
 )  # fmt: skip
 RULES = (Joint(_MLP), Forward(_AFTER), Backward(_BEFORE))

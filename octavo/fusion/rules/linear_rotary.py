@@ -39,9 +39,9 @@ class LinearRotary(FusedOperation):
         return [layer.gradients(dx, dw, None), (None, None, None)]
 
 
-_NO_BIAS = conditions.of(
-    0, "no bias", lambda c: not c.wants_db, "the gradient of the bias is a sum over rows, which must be written"
-)
+_NO_BIAS = conditions.On(
+    "no bias", lambda c: not c.wants_db, "the gradient of the bias is a sum over rows, which must be written"
+).at(0)
 
 RULES = (
     Backward(Rule("linear-rotary", (Linear, RotaryAttention), LinearRotary, (_NO_BIAS, *conditions.dy_as_codes(0)))),

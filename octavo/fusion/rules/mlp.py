@@ -60,11 +60,11 @@ def columns_in_backward(configs: Sequence[Any]) -> list[Any]:
 CONDITIONS = (
     *conditions.x_as_codes(2),
     *conditions.dy_as_codes(0),
-    conditions.runs_now(2),
-    conditions.wants_dx(2, "Linear"),
-    conditions.quantizes_wgrad(2, "the second Linear"),
-    conditions.keeps_h(1),
-    conditions.no_scale_gradient(1),
+    conditions.RUNS_NOW.at(2),
+    conditions.WANTS_DX.at(2, "Linear"),
+    conditions.QUANTIZES_WGRAD.at(2, "the second Linear"),
+    conditions.KEEPS_H.at(1),
+    conditions.NO_SCALE_GRADIENT.at(1),
 )
 RULES = (
     Joint(Rule("mlp", (Linear, Activation, Linear), MLP, CONDITIONS, forward_from=1, changes=columns_in_backward)),
