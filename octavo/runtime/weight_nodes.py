@@ -21,14 +21,6 @@ def _refresh(
     layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, all_reduced))
 
 
-@_refresh.register_fake
-def _(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    return None
-
-
 def refresh(name: str, key: str, cast: WeightCast) -> None:
     """Quantize a weight into cached codes, in place: the node before the layer's own."""
     parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
@@ -81,9 +73,7 @@ def _quantized_anchor(parts: list[Tensor], shape: list[int]) -> Tensor:
     return parts[0].new_zeros(1).expand(shape)
 
 
-@_quantized_anchor.register_fake
-def _(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
+_quantized_anchor.register_fake(lambda parts, shape: parts[0].new_zeros(1).expand(shape))
 
 
 def _anchor_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
