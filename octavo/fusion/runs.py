@@ -364,22 +364,12 @@ def _run(
         explains = fuser is not None and fuser.is_quiet
         records.append(Record(steps, plan, saved_tensor_report(names_of(steps), plan.key, fields) if explains else ()))
     buffers = tuple([t for stage in stages for t in stage.buffers])
-    needs, writes_in_backward = (
-        any([stage.needs for stage in stages]),
-        any([stage.writes_in_backward for stage in stages]),
-    )
-    unchanged = [t for stage in stages for t in stage.unchanged]
+    needs = any([stage.needs for stage in stages])
+    writes = any([stage.writes_in_backward for stage in stages])
     whole = Stage(
-        "chain",
-        plan.key,
-        fields[1:],
-        buffers,
-        needs,
-        writes_in_backward=writes_in_backward,
-        unchanged=unchanged,
-        out=stages[-1].out,
-        settings=settings,
-    )
+        "chain", plan.key, fields[1:], buffers, needs, writes_in_backward=writes,
+        unchanged=[t for stage in stages for t in stage.unchanged], out=stages[-1].out, settings=settings,
+    )  # fmt: skip
     made = call(whole, x, as_nodes, fuser)
     for stage, (start, stop) in zip(stages, plan.auxiliary, strict=True):
         if stage.after is not None:

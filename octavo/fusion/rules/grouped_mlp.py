@@ -17,12 +17,13 @@ from octavo._torch.operators import assert_async
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.rule import Backward, Condition, Forward, Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import ActivationBias, Grads
+from octavo.fusion.rules.activation_bias import ActivationBias
 from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.fusion.rules.mlp import MLP, columns_in_backward
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.operands import Saved
+from octavo.runtime.contract import Tensors
 
 
 class ActivationGroupedLinear(ActivationLinear):
@@ -38,8 +39,8 @@ class GroupedMLP(MLP):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         refuse_other_sizes(Saved._make(saved[0]).start, Saved._make(saved[2]).start)
         return MLP.step_backward(configs, saved, buffers, grads, writes)
 

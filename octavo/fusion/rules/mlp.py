@@ -13,14 +13,14 @@ from typing import Any
 
 from octavo.fusion.rule import Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import ActivationGradient, Grads, own_bias
+from octavo.fusion.rules.activation_bias import ActivationGradient, own_bias
 from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.kernels.tile_cast import TileCast
 from octavo.ops import matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import LAYERS
+from octavo.runtime.contract import LAYERS, Tensors
 
 
 class MLP(ActivationLinear):
@@ -30,8 +30,8 @@ class MLP(ActivationLinear):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         first, act, second = configs
         dy = grads[-1][0]
         assert dy is not None

@@ -52,10 +52,8 @@ from octavo.ops.operands import BackwardCall
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
-from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult
+from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult, Tensors
 from octavo.scaling.delayed_scaling import RunningAmaxes
-
-Grads = tuple[Tensor | None, ...]
 
 
 class RoutedExperts(FusedOperation):
@@ -81,8 +79,8 @@ class RoutedExperts(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         _, first, act, second, back = configs
         moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
         dy, assignments = grads[-1][0], kept.assignments
