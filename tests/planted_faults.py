@@ -171,8 +171,8 @@ FAULTS = (
     Fault(
         "a rule that fuses a cast fires without one",
         "octavo/fusion/rules/conditions.py",
-        "place, QUANTIZED, lambda c: c.casts_x,",
-        "place, QUANTIZED, lambda c: True,",
+        "On(QUANTIZED, lambda c: c.casts_x,",
+        "On(QUANTIZED, lambda c: True,",
         "tests/fusion/test_rules.py::test_a_rule_that_fuses_a_cast_does_not_fire_without_a_cast",
     ),
     Fault(

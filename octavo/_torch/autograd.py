@@ -44,5 +44,4 @@ def wants_gradient_of(node: Any) -> bool:
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the `apply` of an autograd function without the way to torch.func's transforms: for calls outside of them,
     with tensors that none of them has wrapped."""
-    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return found
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]

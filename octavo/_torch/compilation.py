@@ -37,8 +37,7 @@ def any_number_of_graphs() -> AbstractContextManager[Any]:
     """Return a context in which a function may be compiled for any number of models: torch stops at the eighth."""
     from torch._dynamo import config
 
-    found: AbstractContextManager[Any] = config.patch(recompile_limit=COMPILATIONS)
-    return found
+    return config.patch(recompile_limit=COMPILATIONS)
 
 
 def fresh_cache() -> AbstractContextManager[Any]:

@@ -34,5 +34,4 @@ def recorded_memory() -> Iterator[None]:
 
 def memory_events() -> list[dict[str, Any]]:
     """Return what the allocator of the current device did in `recorded_memory`, in order."""
-    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    return found
+    return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]

@@ -67,8 +67,7 @@ def same_layouts(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     # the stubs say a list of sizes, torch.compile and the check itself take one for each tensor
     known = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-    check: Callable[..., bool] = known.check
-    return check
+    return known.check
 
 
 _CALL = """

@@ -256,7 +256,7 @@ class LayerNormLinear(_Block):
             the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
         """
         y = super().forward(input, *extra_inputs, op_kwargs=self._keywords(op_kwargs, is_first_microbatch))
-        return self._with_bias(y)  # type: ignore[no-any-return]
+        return self._with_bias(y)
 
 
 class LayerNormMLP(_Block):
@@ -391,5 +391,5 @@ class LayerNormMLP(_Block):
                     first = FirstRun(self, (x, *extra_inputs))
                 return y
 
-            return self._with_bias(checkpoint(again, input, use_reentrant=False))  # type: ignore[no-any-return]
-        return self._with_bias(super().forward(input, *extra_inputs, op_kwargs=op_kwargs))  # type: ignore[no-any-return]
+            return self._with_bias(checkpoint(again, input, use_reentrant=False))
+        return self._with_bias(super().forward(input, *extra_inputs, op_kwargs=op_kwargs))

@@ -39,9 +39,7 @@ class Layout(NamedTuple):
     groups: tuple[Any, ...]  # OperationFuser or module
     parts: tuple[Part, ...]  # the groups, cut at legacy operations
     sources: tuple[tuple[Source, ...], ...]  # per leaf and extra input
-    drains: tuple[
-        tuple[tuple[str, bool], ...], ...
-    ]  # per leaf and extra output: its channel, whether it leaves its part
+    drains: tuple[tuple[tuple[str, bool], ...], ...]  # per leaf and extra output: channel, whether it leaves its part
     returned: tuple[tuple[bool, ...], ...]  # per leaf and extra output: whether the caller gets it
     inputs: int  # number of the caller's extra inputs
     places: tuple[tuple[int, int], ...]  # per entry of the Sequential: the span of its leaves

@@ -67,8 +67,7 @@ class OperationFuser:
             groups = ((), ()) if self.rules is None else (self.rules, shared)
             legacy = any(rule.op.op_is_legacy for group in groups for rule in group)
             self._known = shared, (pattern.rule_set(groups), legacy)
-        found: tuple[int, bool] = self._known[1]
-        return found
+        return self._known[1]
 
     def _has_news(self, plan: Planned) -> bool:
         """Return whether a plan has not been logged yet."""
@@ -158,10 +157,7 @@ class OperationFuser:
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             if not all([getattr(op, "strict", True) for op in self.ops[first:last]]):
                 why = ""
-            made: tuple[Any, list[tuple[Any, ...]]] = outside.call(
-                why, self._around, found, x, steps, channels, records
-            )
-            return made
+            return outside.call(why, self._around, found, x, steps, channels, records)
         given: list[tuple[Any, ...]] = []
         at = 0
         settings: tuple[Any, ...] | None = None
@@ -330,8 +326,7 @@ def _why_not(op: Any, x: Any) -> str:
         return "it has hooks"
     if op.op_runs_its_forward or "forward" in op.__dict__:
         return "its forward is not Octavo's"
-    why: str = op.why_not_fusible(x)
-    return why
+    return op.why_not_fusible(x)
 
 
 def _recast(x: Tensor) -> bool:
@@ -369,22 +364,12 @@ def _run(
         explains = fuser is not None and fuser.is_quiet
         records.append(Record(steps, plan, saved_tensor_report(names_of(steps), plan.key, fields) if explains else ()))
     buffers = tuple([t for stage in stages for t in stage.buffers])
-    needs, writes_in_backward = (
-        any([stage.needs for stage in stages]),
-        any([stage.writes_in_backward for stage in stages]),
-    )
-    unchanged = [t for stage in stages for t in stage.unchanged]
+    needs = any([stage.needs for stage in stages])
+    writes = any([stage.writes_in_backward for stage in stages])
     whole = Stage(
-        "chain",
-        plan.key,
-        fields[1:],
-        buffers,
-        needs,
-        writes_in_backward=writes_in_backward,
-        unchanged=unchanged,
-        out=stages[-1].out,
-        settings=settings,
-    )
+        "chain", plan.key, fields[1:], buffers, needs, writes_in_backward=writes,
+        unchanged=[t for stage in stages for t in stage.unchanged], out=stages[-1].out, settings=settings,
+    )  # fmt: skip
     made = call(whole, x, as_nodes, fuser)
     for stage, (start, stop) in zip(stages, plan.auxiliary, strict=True):
         if stage.after is not None:

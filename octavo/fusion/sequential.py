@@ -182,7 +182,7 @@ class Sequential(NoTorchScript, nn.Sequential):
     def pop(self, key: int | slice) -> nn.Module:
         found = self[key]
         del self[key]
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __add__(self, other: nn.Sequential) -> "Sequential":  # type: ignore[override]
         return Sequential(*self, *other, rules=self.rules)

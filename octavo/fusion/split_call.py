@@ -152,8 +152,7 @@ class SplitCall:
             See `octavo.ops.SplitCall`.
         """
         if not self._as_nodes:
-            saved: tuple[Any, ...] = self._layer.save(self._config, inputs, made)
-            return saved
+            return self._layer.save(self._config, inputs, made)
         _, places = _selection(self._stage.name, self._stage.key, _sketches(inputs))
         groups = _flat(inputs), made.outputs, made.auxiliary, made.intermediates
         found = [None if place is None else groups[place[0]][place[1]] for place in places]
@@ -201,8 +200,7 @@ class SplitCall:
                 gradients = list(made)
                 for place, buffer in layer.gradients_in_buffers(self._config).items():
                     gradients[place] = stage.buffers[buffer]
-        named: tuple[Any, ...] = layer.Inputs._make(gradients)
-        return named
+        return layer.Inputs._make(gradients)
 
 
 def _described(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -208,8 +208,7 @@ class TiledLaunch(Launch):
 
 
 def device_index(argument: Tensor | Tiles | None) -> int:
-    index: int = _base(argument).get_device()
-    return index
+    return _base(argument).get_device()
 
 
 def _base(argument: Tensor | Tiles | None) -> Any:

@@ -101,13 +101,9 @@ class _Index:
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
         """Return the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
-        known, parameter_ids = (
-            [weakref.ref(one) for one, _ in pairs],
-            [_parameter_ids(optimizer) for _, optimizer in pairs],
-        )
-        if (
-            known != self.known or parameter_ids != self.parameter_ids
-        ):  # a reference to one that is gone equals no other
+        known = [weakref.ref(one) for one, _ in pairs]  # a reference to one that is gone equals no other
+        parameter_ids = [_parameter_ids(optimizer) for _, optimizer in pairs]
+        if known != self.known or parameter_ids != self.parameter_ids:
             self.known, self.parameter_ids, self.by_parameter = known, parameter_ids, {}
             for one, parameters in zip(known, parameter_ids, strict=True):
                 for parameter in parameters:
@@ -190,8 +186,7 @@ def _hooked(optimizer: Any) -> Optimizer:
         if isinstance(found, LRScheduler):  # has .optimizer, and does not step it
             break
         if runs_hooks(found):
-            stepped: Optimizer = found
-            return stepped
+            return found
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "

@@ -240,8 +240,7 @@ class _Block:
             self._fetch_before(place, self.stayed_before[place], packed)
             return packed.tensor()
         if not isinstance(packed, Stayed):
-            found: Tensor = packed
-            return found
+            return packed
         if packed.tensor._version != packed.version:
             raise UnsupportedConfig(
                 f"A tensor of shape {list(packed.tensor.shape)} that forward saved under octavo.offload was written to "

@@ -385,5 +385,4 @@ def qualified(module: nn.Module) -> str:
 
 def name_of(function: Any) -> str:
     """Return the name of a function, or of the class of another callable."""
-    name: str = getattr(function, "__qualname__", type(function).__name__)
-    return name
+    return getattr(function, "__qualname__", type(function).__name__)

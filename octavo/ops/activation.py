@@ -124,8 +124,7 @@ class Activation(FusibleOperation, Settings, nn.Module):
             UnsupportedDtype: x has another dtype.
             UnsupportedShape: the last dim of a gated activation's x cannot be divided into a and b.
         """
-        y: Tensor = self.op_run(values_of(input))
-        return y
+        return self.op_run(values_of(input))
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -454,8 +453,7 @@ class Bias(FusibleOperation, nn.Module):
             UnsupportedDtype: x has another dtype.
             UnsupportedDevice: x and the bias are on two devices.
         """
-        y: Tensor = self.op_run(values_of(input))
-        return y
+        return self.op_run(values_of(input))
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

@@ -58,7 +58,7 @@ class AmaxesLayer(Layer):
             matrix, rows = (DENSE if splits is None else Ragged).of_weight(weight)
             found[2:] = rows.amaxes(matrix, *w_pair, found[0])
         if (spec := config.each_column) is not None:
-            columns = spec._measured(as_matrix(x), None, spec, None, None, None)[1]
+            columns = spec._measured(as_matrix(x), None, spec)[1]
             assert columns is not None
             found.append(columns.reshape(-1))
         return ForwardResult((torch.cat(found).abs().view(torch.int32),), (), ())

@@ -61,8 +61,7 @@ class Dropout(FusibleOperation, Settings, nn.Module):
         """
         if not self.training or self._keeps_all:
             return input
-        y: Tensor = self.op_run(values_of(input), seed=seed)
-        return y
+        return self.op_run(values_of(input), seed=seed)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if not 0 <= value <= 1:

@@ -119,8 +119,7 @@ def bias_scales(scales: Any, rows: Any, scaled: bool) -> Tensor | None:
             f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
             f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
         )
-    flat: Tensor = scales.reshape(-1)
-    return flat
+    return scales.reshape(-1)
 
 
 def bias_of_rows(bias: Tensor, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class GroupedLinear(SplitLayer):
         own = self._weight_parts()
         first: Any = own[0]
         if self._is_single:
-            return first  # type: ignore[no-any-return]
+            return first
         if isinstance(first, QuantizedWeight):
             return first.whole()
         whole = None if torch.compiler.is_compiling() else joined(own)
@@ -371,8 +371,7 @@ class GroupedLinear(SplitLayer):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            y: Tensor = outside.call(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
-            return y
+            return outside.call(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
         settings, plain = None, type(input) is Tensor and type(m_splits) is Tensor and input.dim() == 2
         alone = all([t is None for t in (is_first_microbatch, out, dgrad_out, scales, dy_codes)])
         if plain and alone and not torch.compiler.is_compiling() and input.device.type in call_cache.DEVICES:

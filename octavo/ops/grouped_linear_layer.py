@@ -10,7 +10,6 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +26,12 @@ from octavo.quant.casts import in_order
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
     GroupedTensor,
+    empty_groups,
     fill_groups,
     grouped_assemble,
     grouped_proto,
     groups_amax,
     quantize_groups,
-    scale_strides,
     transposed,
 )
 from octavo.quant.groups import BLOCK, Groups, equal, split
@@ -47,7 +46,6 @@ from octavo.runtime.gradient_targets import LazyTarget, OperandQueue, Target, Wr
 from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
-_cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # a fused operation needs the same few at every step
 
 
 @register("grouped-linear")
@@ -117,13 +115,7 @@ class Ragged(Dense):
         fill_groups(aligned(x), (row, column), arguments)
 
     def empty_pair(self, like: Tensor | TensorProto, pair: QuantizerPair) -> Pair:
-        groups, rest = self.groups, (like.dtype, like.device)
-        row, column = (
-            None if spec is None
-            else _cached_proto(spec, groups.padded, groups.number, _wide(like.shape[1]), side, *rest).empty()
-            for spec, side in zip(pair, ORIENTATIONS, strict=True)
-        )  # fmt: skip
-        return row, column
+        return empty_groups(self.groups, pair, _wide(like.shape[1]), like.dtype, like.device)
 
     def amax(self, x: Tensor, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
         """Measure each group. It skips none: some groups may have seen amaxes, and others not."""
@@ -150,7 +142,7 @@ class Ragged(Dense):
         self, spec: Quantizer, parts: Sequence[Any], side: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> QTensor:
         q = grouped_assemble(spec, parts, self.lead[0], side, shape[-1], dtype)
-        q = in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
+        q = in_order(q, spec._scale_strides(*q.scale.shape, is_grouped=True))
         return _wider_columns(q) if q.codes.shape[0] % ALIGNED and side == "column" else q
 
     def given_x(self, config: Any, inputs: Any) -> QTensor:
@@ -395,7 +387,7 @@ def given_rows(
     rows."""
     assert spec is not None
     q = grouped_assemble(spec, parts, groups.number, "row", k, dtype)
-    q = in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
+    q = in_order(q, spec._scale_strides(*q.scale.shape, is_grouped=True))
     wide = spec._code_columns(_wide(k))
     if q.codes.shape[1] != wide:
         codes = F.pad(q.codes.view(torch.uint8), (0, wide - q.codes.shape[1])).view(spec.fmt.dtype)
@@ -414,6 +406,6 @@ def _wider_columns(q: QTensor) -> QTensor:
     height = q.spec.block[0]
     missing = 0 if height is None else -(-_wide(q.rows) // height) - q.scale.shape[0]
     scale = F.pad(q.scale, (0, 0, 0, missing)) if missing else q.scale
-    strides = scale_strides(q.spec, (scale.shape[0], scale.shape[1]))
+    strides = q.spec._scale_strides(*scale.shape, is_grouped=True)
     wider = QTensor(codes, scale, q.spec, (_wide(q.rows), q.shape[1]), q.dtype, q.global_scale)
     return in_order(wider, strides)

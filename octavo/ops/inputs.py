@@ -154,8 +154,7 @@ def autocast_input(title: str, x: Any, owner: nn.Module) -> Tensor:
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-    values: Tensor = x
-    return values
+    return x
 
 
 def check_weight(title: str, weight: Tensor | None, name: str) -> None:

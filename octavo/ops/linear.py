@@ -228,9 +228,9 @@ class Linear(SplitLayer, nn.Linear):
             if is_inside_operator():
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            return outside.call(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
+            return outside.call(self, why, input, is_first_microbatch, fp8_output)
         if type(input) is not Tensor and is_dtensor(type(input)):
-            return self._forward_of_dtensor(input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
+            return self._forward_of_dtensor(input, is_first_microbatch, fp8_output)
         x = input if type(input) is QTensor else autocast_input("Linear", input, self)
         settings, plain = None, is_first_microbatch is None and not fp8_output and type(x) is Tensor
         if not compiling and plain and x.device.type in call_cache.DEVICES:
@@ -240,7 +240,7 @@ class Linear(SplitLayer, nn.Linear):
         as_nodes = takes_nodes((self,))
         parallel = None if self.parallel is None else self._split_over_ranks()
         if parallel is not None:
-            return self._forward_in_parallel(parallel, x, input, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
+            return self._forward_in_parallel(parallel, x, input, is_first_microbatch, fp8_output, as_nodes)
         stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, settings=settings)
         y = self._run_stage(stage, x, fp8_output, as_nodes)
         return (y, self._own_part("bias")) if self.return_bias else y  # type: ignore[return-value]

@@ -239,8 +239,7 @@ class LinearLayer(WeightLayer):
     # -- what the driver asks
 
     def decided_by_layout(self, config: Any, side: str) -> bool:
-        found: bool = config.shipped
-        return found
+        return config.shipped
 
     def graph_buffers(
         self, config: Any, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None, *rest: Any

@@ -125,7 +125,7 @@ def forward_from(
 def own_amax(x: Tensor, spec: Quantizer) -> Tensor:
     """Measure x as a cast by this quantizer would."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
-    amax = spec._measured(matrix, spec, None, None, None, None)[0]
+    amax = spec._measured(matrix, spec, None)[0]
     assert amax is not None
     return amax
 

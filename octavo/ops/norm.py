@@ -89,8 +89,7 @@ class _Norm(FusibleOperation, Settings, nn.Module):
             UnsupportedDtype: x or a parameter has another dtype.
             UnsupportedDevice: x and the parameters are on two devices.
         """
-        y: Tensor = self.op_run(values_of(input))
-        return y
+        return self.op_run(values_of(input))
 
     def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[bool, str]:
         """Return whether the call needs a gradient, and the config's key."""

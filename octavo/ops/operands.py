@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo._torch.operators import unsafe_view
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
-from octavo.quant.casts import as_matrix, empty_pair, fill_pair, in_order, quantize_pair
+from octavo.quant.casts import as_matrix, empty_pair, fill_pair, in_order, measure_pair, quantize_pair
 from octavo.quant.orientation import column_axis
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
@@ -166,13 +166,7 @@ class Dense:
 
     def amaxes(self, x: Tensor, row: Quantizer | None, column: Quantizer | None, none: Tensor) -> list[Tensor]:
         """Measure x for both quantizers, from one read if one kernel serves both; `none` for one that needs nothing."""
-        matrix = as_matrix(x)
-        if row is not None and column is not None and row._fuses_with(column):
-            found = row._measured(matrix, row, column, None, None, None)
-        else:
-            first = None if row is None else row._measured(matrix, row, None, None, None, None)[0]
-            found = first, None if column is None else column._measured(matrix, None, column, None, None, None)[1]
-        return [none if amax is None else amax.reshape(1) for amax in found]
+        return [none if amax is None else amax.reshape(1) for amax in measure_pair(as_matrix(x), row, column)]
 
     # -- codes
 
@@ -219,8 +213,7 @@ class Dense:
     @staticmethod
     def transposed(codes: Any) -> QTensor:
         """Transpose row codes of square blocks to column codes."""
-        found: QTensor = codes.transpose()
-        return found
+        return codes.transpose()
 
     # -- products
 
@@ -243,8 +236,7 @@ class Dense:
             lead = tuple(inputs.x.shape[:-1])
         if lead is None or len(lead) == 1:
             return y
-        shaped: Tensor = unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
-        return shaped
+        return unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
 
     def input_product(self, call: BackwardCall, dy: Any, row: QTensor | None, weight: Operand) -> Tensor:
         """Compute dx, from dy's row codes or from dy."""

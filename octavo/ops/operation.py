@@ -278,5 +278,4 @@ class FusibleOperation(NoTorchScript):
             raise ValueError(f"A channel's name is a string that is not empty, or None for no channel, got {name!r}.")
 
     def _channels(self, which: str) -> dict[int, Channel]:
-        found: dict[int, Channel] = self.__dict__.setdefault(which, {})
-        return found
+        return self.__dict__.setdefault(which, {})

@@ -47,8 +47,7 @@ class Permute(_RowOperation):
         return Stage("permute", key, (positions, assignments), (), needs, outputs=(y,))
 
     def forward(self, input: Tensor, positions: Tensor, assignments: Tensor) -> Tensor:
-        y: Tensor = self.op_run(input, positions, assignments)
-        return y
+        return self.op_run(input, positions, assignments)
 
 
 class Unpermute(_RowOperation):
@@ -70,5 +69,4 @@ class Unpermute(_RowOperation):
         return Stage("unpermute", key, (positions, assignments, probs, None), (), dx or dprobs, outputs=(y,))
 
     def forward(self, input: Tensor, positions: Tensor, assignments: Tensor, probs: Tensor) -> Tensor:
-        y: Tensor = self.op_run(input, positions, assignments, probs)
-        return y
+        return self.op_run(input, positions, assignments, probs)

@@ -85,8 +85,7 @@ class Quantize(FusibleOperation, Settings, nn.Module):
         )
         anchor, *parts = call(Stage("rounding", key, (seed,), (), needs), x, takes_nodes())
         if spec is None:
-            found: Tensor = Join.apply(x.detach(), anchor)  # type: ignore[no-untyped-call]
-            return found
+            return Join.apply(x.detach(), anchor)  # type: ignore[no-untyped-call]
         q = spec.assemble(parts, tuple(x.shape), x.dtype)
         return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, anchor=anchor if needs else None)
 

@@ -134,7 +134,7 @@ class Quantized(RecipeState):
     def _own_part(self, name: str) -> Tensor | None:
         """Return a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
         found: Any = getattr(self, name)
-        return found.to_local() if self.keeps_dtensors and found is not None else found  # type: ignore[no-any-return]
+        return found.to_local() if self.keeps_dtensors and found is not None else found
 
     def _own_parts(self, has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias as kernels read them. Plain parameters come straight from their table, in a fraction

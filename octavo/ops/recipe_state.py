@@ -114,9 +114,8 @@ class RecipeState(FusibleOperation, nn.Module):
         self._follows = False  # whether the layer ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # loaded state whose buffers do not exist yet
         self._on_meta = False  # whether state is on the meta device, until the weight leaves it
-        self._unplaced = (
-            True  # whether a call has yet to come, and to check that hidden buffers are on the weight's device
-        )
+        # whether a call has yet to come, and to check that hidden buffers are on the weight's device
+        self._unplaced = True
         self._seed = seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
         if ambient.init is not None:

@@ -58,8 +58,7 @@ class _Scaled(Activation):
             UnsupportedDtype: x or scales have another dtype.
             UnsupportedDevice: x and scales are on two devices.
         """
-        y: Tensor = self.op_run(values_of(input), scales)
-        return y
+        return self.op_run(values_of(input), scales)
 
 
 class ScaledSwiGLU(_Scaled, SwiGLU):

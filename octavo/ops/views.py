@@ -76,8 +76,7 @@ class Reshape(FusibleOperation, nn.Module):
         Raises:
             RuntimeError: x has another number of elements.
         """
-        found: Tensor = values_of(input).reshape(self.shape)
-        return found
+        return values_of(input).reshape(self.shape)
 
     def why_not_fusible(self, x: Any) -> str:
         return "it is a view"
@@ -158,10 +157,8 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
         x, added = values_of(input), values_of(extra)
         if self.in_place:
             self._check(x, added)
-            written: Tensor = added.add_(x)
-            return written
-        y: Tensor = self.op_run(x, added)
-        return y
+            return added.add_(x)
+        return self.op_run(x, added)
 
     def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
         check_input("AddExtraInput", x)

@@ -31,11 +31,10 @@ def like(parameter: Any, t: Tensor) -> Tensor:
         return t
     from torch.distributed.tensor import DTensor  # a second to import, for those who have one
 
-    found: Tensor = DTensor.from_local(
+    return DTensor.from_local(
         t, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),
     )  # fmt: skip
-    return found
 
 
 def gradient(parameter: Any, states: str) -> Tensor:
@@ -53,5 +52,4 @@ def gradient(parameter: Any, states: str) -> Tensor:
     grad = parameter.grad
     if is_sharded(grad) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
-    found: Tensor = part(grad)
-    return found
+    return part(grad)

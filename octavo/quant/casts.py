@@ -25,7 +25,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 
 if TYPE_CHECKING:
-    from octavo.quant.quantizer import CastArgs, Quantizer
+    from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 
 QTensorPair = tuple[QTensor | None, QTensor | None]  # the codes of x and of x.T
 KNOWN: dict[int, "Quantizer"] = {}  # every quantizer of the process, by number
@@ -86,6 +86,22 @@ def fill_pair(x: Tensor, pair: QTensorPair, cast_args: "CastArgs") -> None:
         column.spec._fill(x, (None, column), cast_args._replace(amax=(None, cast_args.amax[1])))
     else:
         lead.spec._fill(x, pair, cast_args)
+
+
+def measure_pair(
+    x: Tensor, row: "Quantizer | None", column: "Quantizer | None", skip: Tensor | None = None,
+    groups: Groups | None = None, source: Tensor | None = None,
+) -> "AmaxPair":  # fmt: skip
+    """Return the largest magnitudes of the matrix x that two-pass casts in these orientations take, from one read of x
+    if one kernel serves both. Check nothing."""
+    if row is not None and column is not None and not row._fuses_with(column):
+        first = measure_pair(x, row, None, skip, groups, source)[0]
+        return first, measure_pair(x, None, column, skip, groups, source)[1]
+    lead = column if row is None else row
+    if lead is None:
+        return None, None
+    x, source = read_by((row, column), x, groups, source)
+    return lead._measured(x, row, column, skip, groups, source)
 
 
 def read_by(

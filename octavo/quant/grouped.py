@@ -19,11 +19,11 @@ from octavo._torch.tensors import register_pytree_node
 from octavo.errors import UnsupportedDevice, UnsupportedShape
 from octavo.quant import scale_blocks
 from octavo.quant.cast_checks import check_fits, check_flag, check_float, check_scaling, check_source
-from octavo.quant.casts import KNOWN, as_matrix, fill_pair, read_by
+from octavo.quant.casts import KNOWN, QTensorPair, as_matrix, fill_pair, measure_pair
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, GroupCounts, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, GroupCounts, Quantizer, QuantizerPair
 
 
 class GroupedJoin(torch.autograd.Function):
@@ -202,7 +202,7 @@ class GroupedTensor:
         values = pack(values.T if dim else values, self.groups)
         if self.anchor is None:
             return values
-        return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
+        return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call]
 
     def members(self) -> list[QTensor]:
         """Return the groups by themselves. The host reads the sizes, and so waits for the device.
@@ -333,11 +333,6 @@ def _cached_proto(number: int, *where: Any) -> QProto:
     return grouped_proto(KNOWN[number], *where)
 
 
-def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the strides of the scale of rows in groups; None for row-major."""
-    return spec._scale_strides(*grid, is_grouped=True)
-
-
 def grouped_assemble(
     spec: Quantizer, parts: Sequence[Tensor], number: int, orientation: str, k: int, dtype: torch.dtype
 ) -> QTensor:
@@ -374,17 +369,24 @@ def quantize_groups(
     cast never reads the tail, so no amax includes it. `cast_args` holds one inverse scale and one running amax per
     group. If it has a `source`, x [T, K] has any number of rows, and the result is that of x[source], bit for bit."""
     matrix, cast_args = _checked(x, (row, column), groups, cast_args)
-    where = groups.padded, groups.number, matrix.shape[1]
-    first, second = (
-        None if spec is None else _cached_proto(spec.number, *where, side, x.dtype, x.device).empty()
-        for spec, side in zip((row, column), ORIENTATIONS, strict=True)
-    )
+    first, second = empty_groups(groups, (row, column), matrix.shape[1], x.dtype, x.device)
     if not is_fake(matrix):  # a fake tensor has no values, and its groups have no sizes
         fill_pair(matrix, (first, second), cast_args)
     return (
         None if first is None else GroupedTensor(first, groups, "row"),
         None if second is None else GroupedTensor(second, groups, "column"),
     )
+
+
+def empty_groups(groups: Groups, pair: QuantizerPair, k: int, dtype: torch.dtype, device: torch.device) -> QTensorPair:
+    """Allocate the codes of rows of k elements, in the orientations that have a quantizer."""
+    row, column = (
+        None
+        if spec is None
+        else _cached_proto(spec.number, groups.padded, groups.number, k, side, dtype, device).empty()
+        for spec, side in zip(pair, ORIENTATIONS, strict=True)
+    )
+    return row, column
 
 
 def fill_groups(
@@ -423,30 +425,17 @@ def transposed(t: GroupedTensor) -> GroupedTensor:
 
 
 def groups_amax(
-    x: Tensor,
-    row: Quantizer | None,
-    column: Quantizer | None,
-    groups: Groups,
-    *,
-    skip: Tensor | None = None,
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, *, skip: Tensor | None = None,
     source: Tensor | None = None,
-) -> AmaxPair:
+) -> AmaxPair:  # fmt: skip
     """Return the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
     float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. If
     the `skip` flag on the device is not zero, they are not needed, and the result is unspecified. They are those of
     x[source] if a `source` is given."""
     matrix = _matrix(x, groups, source)
     row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
-    if row is not None and column is not None and not row._fuses_with(column):
-        return (
-            groups_amax(x, row, None, groups, skip=skip, source=source)[0],
-            groups_amax(x, None, column, groups, skip=skip, source=source)[1],
-        )
-    lead = column if row is None else row
-    if lead is None:
-        return None, None
-    matrix, source = read_by((row, column), matrix, groups, None if source is None else source.contiguous())
-    return lead._measured(matrix, row, column, check_flag(skip, x), groups, source)
+    source = None if source is None else source.contiguous()
+    return measure_pair(matrix, row, column, check_flag(skip, x), groups, source)
 
 
 def _matrix(x: Tensor, groups: Groups, source: Tensor | None) -> Tensor:

@@ -6,14 +6,12 @@ is the node of a graph; eager mode runs the same code without it. Its results ar
 in the padded layout, and the places of the groups.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.cast_checks import check_float
-from octavo.quant.grouped import GroupedTensor, grouped_assemble, grouped_proto, scale_strides
+from octavo.quant.grouped import GroupedTensor, grouped_assemble, grouped_proto
 from octavo.quant.groups import BLOCK, Groups, abstract, split
 from octavo.quant.groups.reference import places
 from octavo.quant.qtensor import QTensor
@@ -52,12 +50,8 @@ def _placed(
     """Return codes and scales of rows in the padded layout. Padding is zero, as a cast writes it."""
     at, live = places(groups)
     if codes.shape[0] == 0 or groups.rows == 0:
-        at, live, codes, scale = (
-            at.clamp_max(0),
-            live & False,
-            codes.new_zeros(1, codes.shape[1]),
-            _one_row(spec, scale),
-        )
+        at, live, codes = at.clamp_max(0), live & False, codes.new_zeros(1, codes.shape[1])
+        scale = scale if spec.block[0] is None else scale.new_zeros(1, scale.shape[1])
     else:
         at = at.clamp_max(groups.rows - 1)
         if source is not None:
@@ -69,14 +63,10 @@ def _placed(
     if spec.block[0] is None:  # one scale for each group
         return placed, scale.reshape(-1, 1).clone()
     scales = scale.index_select(0, at).masked_fill_(empty, 0)
-    strides = scale_strides(spec, (scales.shape[0], scales.shape[1]))
+    strides = spec._scale_strides(*scales.shape, is_grouped=True)
     if strides is None:
         return placed, scales
     return placed, torch.empty_strided(scales.shape, strides, dtype=scale.dtype, device=scale.device).copy_(scales)
-
-
-def _one_row(spec: Quantizer, scale: Tensor) -> Tensor:
-    return scale if spec.block[0] is None else scale.new_zeros(1, scale.shape[1])
 
 
 def _check(
@@ -182,13 +172,13 @@ def bytes_as_rows(spec: Quantizer, rows: Tensor, columns: int) -> tuple[Tensor, 
 @torch.library.custom_op("octavo::group_codes", mutates_args=())
 def _group_codes(codes: Tensor, scale: Tensor, sizes: Tensor, source: Tensor | None, quantizer: str) -> list[Tensor]:
     groups = split(sizes, codes.shape[0] if source is None else source.shape[0])
-    placed, scales = _placed(_parsed(quantizer), codes, scale, groups, source)
+    placed, scales = _placed(parse(quantizer), codes, scale, groups, source)
     return [placed, scales.as_strided((scales.numel(),), (1,)), *groups.tensors()]
 
 
 @_group_codes.register_fake
 def _(codes: Tensor, scale: Tensor, sizes: Tensor, source: Tensor | None, quantizer: str) -> list[Tensor]:
-    spec, number = _parsed(quantizer), sizes.shape[0]
+    spec, number = parse(quantizer), sizes.shape[0]
     rows = codes.shape[0] if source is None else source.shape[0]
     where = abstract(rows, number, codes.device)
     padded = where[2].shape[0] * BLOCK
@@ -196,7 +186,3 @@ def _(codes: Tensor, scale: Tensor, sizes: Tensor, source: Tensor | None, quanti
     q = proto.empty()
     flat = q.scale.as_strided((q.scale.numel(),), (1,))
     return [q.codes.view(torch.uint8), flat, *[place.empty() for place in where]]
-
-
-def _parsed(quantizer: str) -> Any:
-    return parse(quantizer)

@@ -183,7 +183,7 @@ class Quantizer(Value):
         whole = self.block[1] or 1
         return scale_blocks.ceil_div(k, whole) * whole // self.fmt.packed
 
-    def _scale_strides(self, rows: int, columns: int, is_grouped: bool = False) -> tuple[int, int] | None:
+    def _scale_strides(self, rows: int, columns: int, *, is_grouped: bool = False) -> tuple[int, int] | None:
         """Return the strides of the scale; None for row-major. If every row has its own scales, rows are fastest: a
         tile then writes contiguous scales, in the layout that the block GEMM reads. One scale a row is row-major too,
         unless groups have one each."""
@@ -221,8 +221,7 @@ class Quantizer(Value):
         """
         wants_column = is_column(cast_checks.check_tensor(x).dim(), axis)
         if torch.compiler.is_compiling():
-            traced: QTensor = traced_cast.quantize(self, x, wants_column, amax, inverse_scale, seed)
-            return traced
+            return traced_cast.quantize(self, x, wants_column, amax, inverse_scale, seed)
         return self._cast(x, wants_column, amax, inverse_scale, seed)
 
     def _cast(
@@ -361,7 +360,7 @@ class Quantizer(Value):
         """
         matrix, wants_column = as_matrix(x), is_column(x.dim(), axis)
         row, column = (None, self) if wants_column else (self, None)
-        found = self._measured(matrix, row, column, cast_checks.check_flag(skip, x), None, None)[wants_column]
+        found = self._measured(matrix, row, column, cast_checks.check_flag(skip, x))[wants_column]
         assert found is not None
         return found
 
@@ -376,22 +375,16 @@ class Quantizer(Value):
             `amax(x)` and `amax(x, axis=0)`.
         """
         column = self if column is None else cast_checks.check_fuses(self, column)
-        return self._measured(as_matrix(x), self, column, None, None, None)
+        return self._measured(as_matrix(x), self, column)
 
     def _measured(
-        self,
-        x: Tensor,
-        row: "Quantizer | None",
-        column: "Quantizer | None",
-        skip: Tensor | None,
-        groups: Groups | None,
-        source: Tensor | None,
-    ) -> AmaxPair:
+        self, x: Tensor, row: "Quantizer | None", column: "Quantizer | None", skip: Tensor | None = None,
+        groups: Groups | None = None, source: Tensor | None = None,
+    ) -> AmaxPair:  # fmt: skip
         """Return the largest magnitudes of the matrix x, which a two-pass cast takes. Check nothing. Only a scheme
         that `gathers` takes a `source`."""
         more = () if source is None else (source,)
-        found: AmaxPair = backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
-        return found
+        return backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
 
     def _fill(self, x: Tensor, pair: QTensorPair, cast_args: CastArgs) -> None:
         """Cast the matrix x into the orientations of `pair` that are not None, which must fit it. Check nothing."""

@@ -97,7 +97,7 @@ class ChainLayer(Layer):
         place = config.out_place
         out = None if place is None else inputs[place]
         if out is not None:
-            _refuse_out_over_inputs(out, [t for i, t in enumerate(inputs) if i not in (0, place)])
+            _refuse_out_over(out, [t for i, t in enumerate(inputs) if i not in (0, place)], "takes")
         stages, made = stage_inputs(config, inputs), list[Any]()
         x, producers = inputs[0], {producer for _, _, producer, _ in config.routes}
         sides: list[Any] = []
@@ -122,18 +122,15 @@ class ChainLayer(Layer):
                     made[i] = None
         if saving and out is not None:
             # y was written to this memory already: backward would read it in the place of what was saved
-            _refuse_out_over_saved(out, saved)
+            _refuse_out_over(out, saved, "needs in backward")
         return ForwardResult((x, *sides), tuple(auxiliary), ()), tuple(saved)
 
     def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *abstract_stages(config, inputs))
 
     def save(self, config: Config, inputs: Sequence[Any], made: ForwardResult) -> Tensors:
-        stages, values, sides = (
-            stage_inputs(config, inputs),
-            _stage_values(config, inputs[0], made),
-            _sides(config, made),
-        )
+        stages = stage_inputs(config, inputs)
+        values, sides = _stage_values(config, inputs[0], made), _sides(config, made)
         for consumer, field, producer, k in config.routes:
             value = values[producer] if config.forks[producer] else sides[producer][k]
             stages[consumer] = _with(stages[consumer], field, value)
@@ -252,8 +249,7 @@ def _run_step(config: Config, step: ChainStep, stages: list[Any], made: list[Any
     if config.routes:
         _connect(config, stages, made, first, last)
     if name:
-        results: list[ForwardResult] = LAYERS[name].step_forward(config.stages[first:last], stages[first:last])
-        return results
+        return LAYERS[name].step_forward(config.stages[first:last], stages[first:last])
     try:
         return [config.layers[first].forward(config.stages[first], stages[first])]
     except Miscounted as error:
@@ -358,18 +354,12 @@ def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
     return [*values, made.outputs[0]]
 
 
-def _refuse_out_over_inputs(out: Tensor, inputs: Sequence[Any]) -> None:
-    """Refuse a caller's memory for y that overlaps an input of a stage besides x, such as a weight."""
-    for t in inputs:
+def _refuse_out_over(out: Tensor, tensors: Sequence[Any], what: str) -> None:
+    """Refuse a caller's memory for y that overlaps an input of a stage besides x, such as a weight, or a tensor that a
+    stage keeps for backward."""
+    for t in tensors:
         if isinstance(t, Tensor) and overlap(out, t):
-            refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
-
-
-def _refuse_out_over_saved(out: Tensor, saved: Sequence[Tensor | None]) -> None:
-    """Refuse a caller's memory for y that overlaps a tensor which a stage keeps for backward."""
-    for t in saved:
-        if t is not None and overlap(out, t):
-            refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward")
+            refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run {what}")
 
 
 # -- backward --------------------------------------------------------------------------------------------------------

@@ -119,8 +119,7 @@ class Config(Value):
     @cached_property
     def gradients_in_buffers(self) -> dict[int, int]:
         """The buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
-        found: dict[int, int] = self.layers[0].gradients_in_buffers(self.stages[0])
-        return found
+        return self.layers[0].gradients_in_buffers(self.stages[0])
 
     @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:

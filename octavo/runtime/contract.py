@@ -45,9 +45,8 @@ class Nothing(NamedTuple):
 class Deferral(NamedTuple):
     """Two places among a layer's buffers."""
 
-    queue: (
-        int  # of an `OperandQueue`: given one, backward puts the operands of dw there, and returns None for the weight
-    )
+    # of an `OperandQueue`: given one, backward puts the operands of dw there, and returns None for the weight
+    queue: int
     target: int  # of the memory that dw is added to in place of `.grad`; there may be none
 
 

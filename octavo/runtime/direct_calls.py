@@ -30,8 +30,7 @@ def forward(text: str, *, fixed: bool) -> Node:
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         # a mode must see the operator: SAC, FLOP counters and fake tensors ask for it
         if dispatch_depth() > 0:
-            made: list[Tensor] = torch.ops.octavo.run(tensors, text)
-            return made
+            return torch.ops.octavo.run(tensors, text)
         if parsed.writes:
             parsed.refuse(tensors[::-1])
         # by the node alone: its call string decided everything but the layout of its tensors
@@ -49,8 +48,7 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
-            made: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
-            return made
+            return torch.ops.octavo.run_bwd(tensors, text, mask, copies)
         if parsed.gradient_buffers:
             parsed.begin_writes(tensors)
         hit = find(work.decided, tensors)

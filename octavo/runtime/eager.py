@@ -90,8 +90,7 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if made > outputs:
             ctx.mark_non_differentiable(*results[outputs:made])
-        returned: tuple[Tensor, ...] = results[:made]
-        return returned
+        return results[:made]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -186,8 +185,7 @@ def _without_gradients(call: _Call) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         refuse_active(error)
         raise
-    returned: tuple[Tensor, ...] = results[:made]
-    return returned
+    return results[:made]
 
 
 def _forward(

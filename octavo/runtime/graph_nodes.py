@@ -77,17 +77,13 @@ def _(tensors: list[Tensor], call: str) -> list[Tensor]:
 def _call_directly() -> None:
     """Make Inductor's code call the functions of `octavo.runtime.direct_calls` in place of the two operators. Inductor
     is not imported for this: it was, if it is to compile the graph whose tensors are made up here."""
-    call_directly(torch.ops.octavo.run.default, "octavo.runtime.direct_calls.forward", _makes_intermediates)
-    call_directly(torch.ops.octavo.run_bwd.default, "octavo.runtime.direct_calls.backward", _makes_fresh_gradients)
-
-
-def _makes_intermediates(call: str) -> bool:
-    """Return whether no result of a forward node is a part of other memory, as a user's operation may return one."""
-    return node_call(call).is_cached["forward"]
-
-
-def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
-    return node_call(call).is_cached["backward"]
+    forward, backward = torch.ops.octavo.run.default, torch.ops.octavo.run_bwd.default
+    # calls of which no result is a part of other memory, as a user's operation may return one
+    call_directly(forward, "octavo.runtime.direct_calls.forward", lambda call: node_call(call).is_cached["forward"])
+    call_directly(
+        backward, "octavo.runtime.direct_calls.backward",
+        lambda call, mask, copies: node_call(call).is_cached["backward"],
+    )  # fmt: skip
 
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
@@ -252,9 +248,7 @@ def _attach(tensors: list[Tensor], call: str) -> Tensor:
     return _anchor(node_call(call), tensors)
 
 
-@_attach.register_fake
-def _(tensors: list[Tensor], call: str) -> Tensor:
-    return _anchor(node_call(call), tensors)
+_attach.register_fake(lambda tensors, call: _anchor(node_call(call), tensors))
 
 
 def _anchor(parsed: NodeCall, tensors: list[Tensor]) -> Tensor:
@@ -287,8 +281,7 @@ def run(stage: Stage, x: Any) -> list[Tensor]:
     """Run one call as one node of the graph being traced. Return outputs, auxiliary outputs and intermediates."""
     tensors: list[Tensor] = []
     call = _call_string(stage, x, tensors)
-    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
-    return found
+    return torch.ops.octavo.run(tensors[::-1], call)
 
 
 def forward_node(stage: Stage, inputs: Sequence[Any]) -> list[Tensor]:

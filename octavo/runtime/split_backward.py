@@ -42,8 +42,7 @@ class DeferredGradient:
             if then != now:
                 refuse_modified(title, "an unquantized operand of dw", then, now, "the pass for weights")
         layer: Any = LAYERS[self.config.registered_name]
-        dw: Tensor | None = layer.weight_gradient(self.config, self.operands, self.target)
-        return dw
+        return layer.weight_gradient(self.config, self.operands, self.target)
 
 
 class KeptGradients:

@@ -21,14 +21,6 @@ def _refresh(
     layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, all_reduced))
 
 
-@_refresh.register_fake
-def _(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, all_reduced: list[Tensor], call: str,
-) -> None:  # fmt: skip
-    return None
-
-
 def refresh(name: str, key: str, cast: WeightCast) -> None:
     """Quantize a weight into cached codes, in place: the node before the layer's own."""
     parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
@@ -73,8 +65,7 @@ def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Ten
 
 def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the values that the row codes of a weight stand for."""
-    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
-    return found
+    return torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
 
 
 @torch.library.custom_op("octavo::anchor", mutates_args=())
@@ -82,9 +73,7 @@ def _quantized_anchor(parts: list[Tensor], shape: list[int]) -> Tensor:
     return parts[0].new_zeros(1).expand(shape)
 
 
-@_quantized_anchor.register_fake
-def _(parts: list[Tensor], shape: list[int]) -> Tensor:
-    return parts[0].new_zeros(1).expand(shape)
+_quantized_anchor.register_fake(lambda parts, shape: parts[0].new_zeros(1).expand(shape))
 
 
 def _anchor_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
@@ -102,5 +91,4 @@ ANCHOR = torch.ops.octavo.anchor.default
 def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return a one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to
     them."""
-    found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
-    return found
+    return torch.ops.octavo.anchor(list(parts), list(shape))

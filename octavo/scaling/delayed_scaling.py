@@ -137,8 +137,7 @@ class _Views(NamedTuple):
 
 def _halves(buffer: Tensor) -> Parts:
     """Return x's part and w's of a buffer."""
-    halves: Parts = buffer.view(2, buffer.shape[0] // 2).unbind()
-    return halves
+    return buffer.view(2, buffer.shape[0] // 2).unbind()
 
 
 class DelayedScaling:

@@ -19,9 +19,7 @@ def _read(amaxes: list[Tensor]) -> Tensor:
     return torch.cat(amaxes)
 
 
-@_read.register_fake
-def _(amaxes: list[Tensor]) -> Tensor:
-    return torch.cat(amaxes)
+_read.register_fake(torch.cat)
 
 
 @torch.library.custom_op("octavo::write_amaxes", mutates_args=("amaxes",))
@@ -30,20 +28,10 @@ def _write(amaxes: list[Tensor], values: Tensor) -> None:
     foreach_copy_(amaxes, list(torch.split(values, [t.numel() for t in amaxes])))
 
 
-@_write.register_fake
-def _(amaxes: list[Tensor], values: Tensor) -> None:
-    return None
-
-
 @torch.library.custom_op("octavo::update_scales", mutates_args=("states",))
 def _update(states: list[Tensor], algorithm: str, margin: int, sharing: list[int]) -> None:
     found = [DelayedState(*states[at : at + _FIELDS]) for at in range(0, len(states), _FIELDS)]
     update_all(found, algorithm=algorithm, margin=margin, sharing=sharing)
-
-
-@_update.register_fake
-def _(states: list[Tensor], algorithm: str, margin: int, sharing: list[int]) -> None:
-    return None
 
 
 # an operator takes flat lists: states follow each other, field by field
@@ -52,8 +40,7 @@ _FIELDS = len(DelayedState.__dataclass_fields__)
 
 def read_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
     """Return all amaxes in one tensor."""
-    found: Tensor = torch.ops.octavo.read_amaxes(list(amaxes))
-    return found
+    return torch.ops.octavo.read_amaxes(list(amaxes))
 
 
 def write_amaxes(amaxes: Sequence[Tensor], values: Tensor) -> None:

@@ -51,9 +51,8 @@ class WeightCache:
     """Track the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
-        self.has_quantized_weight = (
-            False  # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
-        )
+        # whether the layer's weight is a QuantizedWeight: there is nothing to cache then
+        self.has_quantized_weight = False
         self.recipe: Recipe | None = None  # that made the codes; None: there are none
         # ids of the weights that they were made from. torch.utils.swap_tensors refuses a tensor with weak references; a
         # tensor that later gets the id of another has another storage, which the states tell
@@ -100,35 +99,16 @@ class WeightCache:
         self.recipe = self._weights = None
 
     def fill(
-        self,
-        module: Any,
-        weight: Tensor,
-        recipe: Recipe,
-        *,
-        column: bool,
-        amaxes: Sequence[Tensor] = (),
-        scaling: Sequence[Tensor] = (),
-        skip: Tensor | None = None,
-        all_reduced: Sequence[Tensor] = (),
-        repeated: bool = False,
-        fills: int | None = None,
+        self, module: Any, recipe: Recipe, column: bool, cast: WeightCast, repeated: bool, fills: int | None
     ) -> None:
-        """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
-        use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
-        the codes do not change. `repeated`: nothing tells that the weight has changed, so that a backward that needs
-        the old codes may read the new ones. `fills`: how often codes were made when this call began; if another
-        thread has made the same codes since, they are used."""
+        """Quantize a weight into the module's buffers, making those that are missing. A column that is there stays in
+        use. Without its `scaling` a delayed recipe's scale is the weight's own. `repeated`: nothing tells that the
+        weight has changed, so that a backward that needs the old codes may read the new ones. `fills`: how often codes
+        were made when this call began; if another thread has made the same codes since, they are used."""
         with _filling:
-            if (
-                fills is not None
-                and fills != self.fills
-                and skip is None
-                and self._serves(module, recipe, column, amaxes)
-            ):
-                return
-            self._fill(
-                module, weight, recipe, column, WeightCast(weight, (), (), amaxes, scaling, skip, all_reduced), repeated
-            )
+            others = fills is not None and fills != self.fills and cast.skip is None
+            if not (others and self._serves(module, recipe, column, cast.amaxes)):
+                self._fill(module, recipe, column, cast, repeated)
 
     def _serves(self, module: Any, recipe: Recipe, column: bool, amaxes: Sequence[Tensor]) -> bool:
         """Return whether the codes that another thread has made meanwhile are those that this one is about to make."""
@@ -136,10 +116,8 @@ class WeightCache:
         has_all = self.recipe == recipe and (not column or self.has(module, "column"))
         return self._filler != threading.get_ident() and observed and has_all and self.is_fresh(module._weight_parts())
 
-    def _fill(
-        self, module: Any, weight: Tensor, recipe: Recipe, column: bool, cast: WeightCast, repeated: bool
-    ) -> None:
-        parts, thread = module._weight_parts(), threading.get_ident()
+    def _fill(self, module: Any, recipe: Recipe, column: bool, cast: WeightCast, repeated: bool) -> None:
+        weight, parts, thread = cast.weight, module._weight_parts(), threading.get_ident()
         # another thread may be between a forward and its backward with these codes: they do not change
         repeated = repeated or (self._filler != thread and self.recipe == recipe and self.is_fresh(parts))
         with as_real_as(weight), torch.no_grad():
@@ -147,7 +125,7 @@ class WeightCache:
                 self.drop(module)
             self._shape = weight.shape
             kind = Kind(module.NAME, recipe.key, tuple(weight.shape))
-            made = self._missing(module, module.LAYER.config(kind.key), weight, column)
+            made = self._missing(module, kind.config, weight, column)
             row, columns = (made.get(side) or self.parts(module, side) for side in ORIENTATIONS)
             known = self._weights
             self._weights = None  # unknown until the cast is done
@@ -170,12 +148,10 @@ class WeightCache:
     def _missing(self, module: Any, config: Any, weight: Tensor, column: bool) -> dict[str, Parts]:
         """Make memory for the codes that are missing, by orientation."""
         row_proto, column_proto = module.LAYER.abstract_weight(config, TensorProto.of(weight.detach()))
-        made: dict[str, Parts] = {}
-        for orientation, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
-            if proto is None or not wanted or self.has(module, orientation):
-                continue
-            made[orientation] = room_of(proto)
-        return made
+        protos = {"row": row_proto, "column": column_proto if column else None}
+        return {
+            side: room_of(proto) for side, proto in protos.items() if proto is not None and not self.has(module, side)
+        }
 
     def _publish(self, module: Any, made: dict[str, Parts]) -> None:
         """Make new codes the module's buffers. A thread that finds the codes, which come last, finds their scales."""

@@ -9,6 +9,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
+from octavo.quant.quantizer import QuantizerPair
 from octavo.quant.scale_blocks import are_transposed
 from octavo.runtime.contract import LAYERS, WeightCast
 from octavo.runtime.weight_nodes import refresh as refresh_in_graph
@@ -29,10 +30,19 @@ class Kind(NamedTuple):
         return f"{self.layer}(recipe={self.recipe})"
 
     @property
+    def config(self) -> Any:
+        return LAYERS[self.layer].config(self.key)
+
+    @property
+    def pair(self) -> QuantizerPair:
+        """The quantizers of the weight's row and column codes."""
+        quant = self.config.quant
+        return quant.fprop.right, quant.dgrad.right
+
+    @property
     def turns(self) -> bool:
         """Whether the column codes of a weight are its row codes, transposed."""
-        quant = LAYERS[self.layer].config(self.key).quant
-        return are_transposed(quant.fprop.right, quant.dgrad.right)
+        return are_transposed(*self.pair)
 
 
 def quantize_into(kind: Kind, cast: WeightCast) -> None:
@@ -41,25 +51,21 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
         if isinstance(cast.weight, FakeTensor):  # a reference may read values, which a fake does not have
             refresh_in_graph(kind.layer, kind.key, cast._replace(weight=cast.weight.detach()))
         else:
-            layer = LAYERS[kind.layer]
-            layer.refresh(layer.config(kind.key), cast)
+            LAYERS[kind.layer].refresh(kind.config, cast)
         torch.autograd.graph.increment_version([*cast.row, *cast.column])
 
 
 def fill_columns(kind: Kind, row: Parts, column: Parts, dtype: torch.dtype) -> None:
     """Overwrite the column codes of a whole weight with its row codes, transposed."""
     layer: Any = LAYERS[kind.layer]
-    made = layer.kind.transposed(layer.weight_codes(layer.config(kind.key), row, kind.shape, dtype))
+    made = layer.kind.transposed(layer.weight_codes(kind.config, row, kind.shape, dtype))
     for own, new in zip(column, made.tensors(), strict=True):
         own.copy_(new.view(own.dtype))
 
 
 def scales_by_amax(kind: Kind) -> bool:
     """Return whether the scales of a cast of the weight follow from one amax of each matrix."""
-    layer = LAYERS[kind.layer]
-    quant = layer.config(kind.key).quant
-    pair = quant.fprop.right, quant.dgrad.right
-    return all(spec is not None and spec.block == (None, None) and not spec.two_level for spec in pair)
+    return all(spec is not None and spec.block == (None, None) and not spec.two_level for spec in kind.pair)
 
 
 def is_plain(t: Tensor) -> bool:
@@ -70,17 +76,14 @@ def is_plain(t: Tensor) -> bool:
 def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the values [*shape] that row codes stand for."""
     if is_plain(row[0]) and not is_watched():
-        layer = LAYERS[kind.layer]
-        values: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
-        return values.contiguous()
+        return LAYERS[kind.layer].weight_values(kind.config, row, shape, dtype).contiguous()
     return weight_values(kind.layer, kind.key, row, shape, dtype)
 
 
 def room_for(kind: Kind, dtype: torch.dtype, device: torch.device, *, groups: int | None = None) -> tuple[Parts, Parts]:
     """Allocate memory for codes by row and by column, of the whole weight or of `groups` of its groups."""
-    layer = LAYERS[kind.layer]
     shape = kind.shape if groups is None else (groups, *kind.shape[1:])
-    row, column = layer.abstract_weight(layer.config(kind.key), TensorProto(shape, dtype, device))
+    row, column = LAYERS[kind.layer].abstract_weight(kind.config, TensorProto(shape, dtype, device))
     return room_of(row), room_of(column) if kind.columns else ()
 
 

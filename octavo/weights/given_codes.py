@@ -1,6 +1,6 @@
 """Codes and scales that a program brings, checked, and laid out as a layer reads those of its weight."""
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
@@ -59,16 +59,12 @@ def _shaped(t: Tensor, shape: list[int], what: str) -> Tensor:
 def laid_out(kind: Kind, spec: Quantizer, given: Parts, dtype: torch.dtype) -> Parts:
     """Return the parts of a weight as its layer reads them. Codes keep their memory if they lie as the layer needs
     them; groups may be padded."""
-    layer: Any = LAYERS[kind.layer]
     codes, scale, *level2 = given
-    proto = layer.abstract_weight(layer.config(kind.key), TensorProto(kind.shape, dtype, codes.device))[0]
+    proto = LAYERS[kind.layer].abstract_weight(kind.config, TensorProto(kind.shape, dtype, codes.device))[0]
     # the program's memory becomes the weight's, without a copy
-    kept = codes.is_contiguous() and codes.numel() == _size(proto.codes.shape)
-    own = (
-        codes.view(proto.codes.shape)
-        if kept
-        else torch.zeros(proto.codes.shape, dtype=torch.uint8, device=codes.device)
-    )
+    shape = proto.codes.shape
+    kept = codes.is_contiguous() and codes.numel() == math.prod(shape)
+    own = codes.view(shape) if kept else torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     # a layer reads scales in its own order, and pads groups: zero makes padding decode to zero
     own_scale = proto.scale.empty().zero_()
     groups = 1 if codes.dim() == 2 else codes.shape[0]
@@ -81,7 +77,3 @@ def laid_out(kind: Kind, spec: Quantizer, given: Parts, dtype: torch.dtype) -> P
         if not kept:
             own[g * height : g * height + part.shape[0], : part.shape[1]] = part
     return own, own_scale, *level2
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1]

@@ -34,8 +34,7 @@ class _Anchor(torch.autograd.Function):
 
 def new_anchor(weight: Any) -> Tensor:
     """Return a plain tensor of one stored element that looks like the whole weight."""
-    found: Tensor = weight.element.expand(weight.kind.shape)
-    return found
+    return weight.element.expand(weight.kind.shape)
 
 
 def linked_anchor(parts: Sequence[Any]) -> Tensor:

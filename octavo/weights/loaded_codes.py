@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from octavo.recipes import Recipe
-from octavo.runtime.contract import LAYERS
 from octavo.weights.code_memory import Kind, codes_of, fill_columns, group_slices, room_for
 from octavo.weights.quantized_weight import ROW, QuantizedWeight
 
@@ -42,7 +41,8 @@ def rows_of(weight: QuantizedWeight, group: int | None, start: int, like: Sequen
     own: Sequence[Tensor] = codes_of(weight, "row")
     if group is not None:
         own = group_slices(tuple(own), room_for(weight.kind, weight.dtype, torch.device("meta"), groups=1)[0], group)
-    height = LAYERS[weight.kind.layer].config(weight.kind.key).quant.fprop.right.block[0]
+    spec = weight.kind.pair[0]
+    height = None if spec is None else spec.block[0]
     places = start, 0 if height is None else start // height, 0
     return [
         mine.narrow(0, at, part.shape[0]).narrow(1, 0, part.shape[1]) if mine.dim() == 2 else mine

@@ -74,8 +74,7 @@ def _find(weight: Any, device: torch.device) -> Tensor:
             f"{tuple(weight.shape)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before "
             "backward, or build the layer without fuse_wgrad_accumulation."
         )
-    found: Tensor = buffer
-    return found
+    return buffer
 
 
 def _unsuitable(buffer: Any, device: torch.device) -> str:

@@ -64,8 +64,7 @@ def writable_values(weight: Any) -> Tensor:
     master: Master | None = _masters.get(weight.row_codes)
     if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
         return master.values[weight.group]
-    values: Tensor = weight.base_values()
-    return values
+    return weight.base_values()
 
 
 def note_written(weight: Any, values: Tensor) -> None:

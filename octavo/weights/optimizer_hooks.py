@@ -59,8 +59,7 @@ def owner_of(weight: Tensor, search: bool) -> Optimizer | None:
     for thing in gc.get_objects() if search else ():
         if issubclass(type(thing), Optimizer) and "param_groups" in thing.__dict__ and _has(thing, weight):
             heard.optimizers.add(thing)
-            found: Optimizer = thing
-            return found
+            return thing
     return None
 
 

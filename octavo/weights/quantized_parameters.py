@@ -115,8 +115,7 @@ def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
             done[id(tensor)] = tensor.to(new.device) if cast else new
         inner[name] = done[id(tensor)]
     if all(inner[name] is tensor for name, tensor in weight.tensors().items()):
-        same: nn.Parameter = weight
-        return same
+        return weight
     found = parameter(weight.with_inner(inner), weight)
     if weight.grad is not None:
         found.grad = fn(weight.grad)

@@ -68,11 +68,10 @@ class QuantizedWeight(Tensor):
         element = inner["element"]
         size = (kind.shape if group is None else kind.shape[1:]) if size is None else size
         stored = sum(t.nbytes for t in inner.values() if t is not None)
-        weight: QuantizedWeight = wrapper_subclass(
+        return wrapper_subclass(
             cls, tuple(size), None if stride is None else tuple(stride), dtype=element.dtype, device=element.device,
             storage_size=stored if group is None else stored // kind.shape[0],  # parameters of groups share the codes
         )  # fmt: skip
-        return weight
 
     def __init__(
         self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[ViewStep, ...] = (),
@@ -114,8 +113,7 @@ class QuantizedWeight(Tensor):
         # the gradient goes to the weight by `Join`, and not through the decoding
         with torch.no_grad():
             values = self.values()
-        found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
-        return found
+        return Join.apply(values, self)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
         return self.values().tolist()
@@ -201,8 +199,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        alias: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return alias
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:

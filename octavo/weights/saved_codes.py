@@ -105,8 +105,7 @@ def _master(kind: Kind, group: int | None) -> str:
 
 
 def _entry(weight: QuantizedWeight, name: str) -> Tensor:
-    tensor: Tensor = getattr(weight, name.removeprefix(_prefix(weight.kind)))
-    return tensor
+    return getattr(weight, name.removeprefix(_prefix(weight.kind)))
 
 
 def _masters_in(layer: Any, state: Mapping[str, Any]) -> list[tuple[str, int | None]]:

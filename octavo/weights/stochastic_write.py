@@ -10,13 +10,12 @@ from octavo.errors import UnsupportedConfig
 from octavo.formats import E4M3
 from octavo.kernels.stochastic_codes import stochastic_codes
 from octavo.quant.quantizer import Quantizer
-from octavo.runtime.contract import LAYERS
 from octavo.weights.code_memory import codes_of, group_slices, room_for
 
 
 def check_stochastic(weight: Any) -> None:
     """Refuse codes that are not rounded stochastically."""
-    spec = _quantizer(weight)
+    spec = weight.kind.pair[0]
     if spec.fmt is not E4M3:
         raise UnsupportedConfig(
             f"master='none' rounds codes of E4M3, and this weight has {spec.fmt.name} in {weight.kind.recipe}. Use "
@@ -34,17 +33,12 @@ def write_stochastically(weight: Any, values: Tensor, amaxes: Tensor | None, see
     rounded up or down with the probability of the distance."""
     # scales first, by a cast that rounds to nearest; its codes are overwritten
     weight.write(values, amaxes)
-    spec = _quantizer(weight)
+    spec = weight.kind.pair[0]
     for part, codes, scale, first in _matrices(weight, values, spec):
         m, k = part.shape
         factors = scale if spec.scale_format is None else spec.scale_format.decode(scale)
         block = spec.block[0] or -(-m // scale.shape[0]), spec.block[1] or k
         stochastic_codes(part, factors.contiguous(), block, codes[:m], seed, first)
-
-
-def _quantizer(weight: Any) -> Quantizer:
-    found: Quantizer = LAYERS[weight.kind.layer].config(weight.kind.key).quant.fprop.right
-    return found
 
 
 def _matrices(weight: Any, values: Tensor, spec: Quantizer) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:

@@ -59,9 +59,8 @@ class WeightCodes(WeightCache):
                 first = False if again else first
             elif first is not None or self.ambient:  # a graph would guard on what is noted
                 first, trusted, repeated = self._noted(layer, first, grads, observe)
-            if (
-                first is None or layer._parametrized_weights()
-            ):  # which is refused for a layer by itself, and skipped in a model
+            # parametrized weights are refused for a layer by itself, and skipped in a model
+            if first is None or layer._parametrized_weights():
                 return "plain"
         else:
             layer._refuse_parametrized("is_first_microbatch")
@@ -106,7 +105,8 @@ class WeightCodes(WeightCache):
         self, layer: Any, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None,
         repeated: bool = False, fills: int | None = None,
     ) -> None:  # fmt: skip
-        """Quantize the weight into the cache; `fills` as in `fill`."""
+        """Quantize the weight into the cache. Where `skip`, on the device, is not zero, the codes do not change;
+        `repeated` and `fills` as in `fill`."""
         weights = layer._weight_parts()
         if any([weight is None for weight in weights]):
             raise UnsupportedConfig(
@@ -116,11 +116,8 @@ class WeightCodes(WeightCache):
         refuse_shards(weights, "refresh_weights")
         amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
         all_reduced = layer._all_reduced_weight_amaxes(recipe, False)
-        self.fill(
-            layer, layer._whole_weight(), recipe,
-            column=column, amaxes=amaxes, scaling=scaling, skip=skip, all_reduced=all_reduced, repeated=repeated,
-            fills=fills,
-        )  # fmt: skip
+        cast = WeightCast(layer._whole_weight(), (), (), amaxes, scaling, skip, all_reduced)
+        self.fill(layer, recipe, column, cast, repeated, fills)
 
     def _noted(self, layer: Any, first: Flag, grads: WantedGradients, observe: bool) -> tuple[Flag, bool, bool]:
         """Return the flag of the block, whether the cache is used as it is, and whether the layer was called before in

@@ -32,8 +32,7 @@ class ViewStep(NamedTuple):
 
     def of(self, values: Tensor) -> Tensor:
         result: Any = operator_of(self.operator)(values, *self.arguments, **dict(self.keywords))
-        view: Tensor = result if self.which is None else result[self.which]
-        return view
+        return result if self.which is None else result[self.which]
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:

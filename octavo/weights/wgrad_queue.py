@@ -80,9 +80,8 @@ class WgradQueue:
     def __init__(self) -> None:
         self._entries: deque[Waiting] = deque()
         self.said = False  # whether a step has warned of what waits
-        self.from_graphs: Any = (
-            None  # entries of graphs, newest first, as a chain of pairs: (newest, (the one before, ...))
-        )
+        # entries of graphs, newest first, as a chain of pairs: (newest, (the one before, ...))
+        self.from_graphs: Any = None
 
     def __len__(self) -> int:
         self._collect()

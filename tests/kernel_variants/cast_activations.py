@@ -6,13 +6,13 @@ import torch
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.activation import ACTIVATIONS, Function
+from octavo.kernels.activation.cast.passes import Kind
 from octavo.kernels.activation.cast.triton import (
     CONFIGS,
     GATED_CONFIGS,
     GROUP_CONFIGS,
     MEASURING,
     ROWS_ALONE,
-    Kind,
     _backward_kernel,
     _forward_kernel,
     _woven_kernel,

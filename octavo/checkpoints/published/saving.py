@@ -177,8 +177,7 @@ def _quantizer(model_tensor: ModelTensor) -> Quantizer | None:
     fill = Fill(model_tensor, [], None, True)
     for layer in layers_of(fill):
         if model_tensor.key in layer._names_of_weights() or is_weight(model_tensor.owner, model_tensor.key):
-            found: Quantizer | None = None if layer.recipe is None else layer.recipe.linear().fprop.right
-            return found
+            return None if layer.recipe is None else layer.recipe.linear().fprop.right
     return None
 
 

@@ -126,8 +126,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         """
         from octavo.fusion.runs import run_alone
 
-        found: Tensor | tuple[Tensor, ...] = run_alone(self, x, extra_inputs, kwargs)
-        return found
+        return run_alone(self, x, extra_inputs, kwargs)
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

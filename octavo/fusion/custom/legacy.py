@@ -118,8 +118,7 @@ def _run_in_one_piece(
     given = [t for named in fields for t in named.values()]
     requires_grad = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *given)])
     call = _OnePiece(where, forward, backward, tuple(map(tuple, fields)), names, requires_grad)
-    made: tuple[Tensor, ...] = _Legacy.apply(call, x, *given)  # type: ignore[no-untyped-call]
-    return made
+    return _Legacy.apply(call, x, *given)  # type: ignore[no-untyped-call]
 
 
 def _fields(op: Any, extra_inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -159,8 +158,7 @@ def run_legacy(
         why = not_compiled(type(op), OP, "set strict=False on it, to run it outside") if op.strict else ""
         if why:
             torch._dynamo.graph_break(msg=why)
-        outer: Tensor = outside.call(why, run_legacy, op, x, extra_inputs, kwargs)
-        return outer
+        return outside.call(why, run_legacy, op, x, extra_inputs, kwargs)
     x = x.dequantize() if isinstance(x, QTensor) else x
     where = f"{type(op).__name__}.op_backward"
 

@@ -47,8 +47,7 @@ def own_forward(config: Value, inputs: tuple[Any, ...]) -> ForwardResult:
     if any(isinstance(t, FakeTensor) for t in inputs):  # for shapes alone, of which some may be symbols
         said = layer.abstract(config, layer.Inputs._make(abstract(tuple(inputs))))
         return ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
-    made: ForwardResult = layer.forward(config, inputs)
-    return made
+    return layer.forward(config, inputs)
 
 
 def own_saved(config: Value, inputs: tuple[Any, ...], intermediates: Sequence[Any] = ()) -> tuple[Any, ...]:

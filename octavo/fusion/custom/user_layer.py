@@ -234,8 +234,7 @@ class UserLayer(Layer):
 
     def abstract_gradients(self, config: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         with without_data(), tried(self.where.backward):
-            found: tuple[Any, ...] = abstract(self.backward(config, stand_in(tuple(saved)), (), stand_in(grads)))
-            return found
+            return abstract(self.backward(config, stand_in(tuple(saved)), (), stand_in(grads)))
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         where, wants = self.where.backward, config.wants

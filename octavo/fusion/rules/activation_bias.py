@@ -18,9 +18,7 @@ from octavo.ops.activation import Activation, Bias, ConstantScale
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
-from octavo.runtime.contract import DTYPES, LAYERS
-
-Grads = tuple[Tensor | None, ...]
+from octavo.runtime.contract import DTYPES, LAYERS, Tensors
 
 
 class ActivationGradient:
@@ -50,13 +48,12 @@ class ActivationGradient:
             target = TileCast(*matmul.dy_buffers(call, self.like))
             self.sums = cast.backward(act.function, dy, inputs, target, again, *sums)
         self.pair = target.pair
-        self.of_activation: Grads = (None, self.sums.scales, None, None)  # gradients of its inputs, but for x
+        self.of_activation: Tensors = (None, self.sums.scales, None, None)  # gradients of its inputs, but for x
 
-    def gradients(self, db: Tensor | None) -> Grads:
+    def gradients(self, db: Tensor | None) -> Tensors:
         """Return the gradients of the layer's inputs."""
         dx = self.input_gradient()
-        found: Grads = self.layer.gradients(dx, self.weight_gradient(), db)
-        return found
+        return self.layer.gradients(dx, self.weight_gradient(), db)
 
     @property
     def layer(self) -> Any:
@@ -82,8 +79,8 @@ class ActivationBias(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         """Return the gradients of (Linear, activation) or (Linear, Bias, activation), or of a GroupedLinear so."""
         dy = grads[-1][0]
         assert dy is not None
@@ -97,15 +94,12 @@ class ActivationBias(FusedOperation):
 
 
 def _conditions(last: int) -> tuple[Any, ...]:
-    return *conditions.dy_as_codes(0), conditions.no_scale_gradient(last)
+    return *conditions.dy_as_codes(0), conditions.NO_SCALE_GRADIENT.at(last)
 
 
-def _no_own_bias() -> Any:
-    return conditions.of(0, "one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides")
-
-
+_ONE_BIAS = conditions.On("one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides").at(0)
 RULES = (
-    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_no_own_bias(), *_conditions(2)))),
+    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_ONE_BIAS, *_conditions(2)))),
     Backward(Rule("activation-bias", (Linear, Activation), ActivationBias, _conditions(1))),
     Backward(Rule("linear-scale", (Linear, ConstantScale), ActivationBias, _conditions(1))),
 )

@@ -34,7 +34,7 @@ class AddNormLinear(FusedOperation):
         return [ForwardResult((z,), (), ()), *forks, *last]
 
 
-_ONE_DTYPE = conditions.of(0, "one dtype", add_layer.same, "the extra input has another dtype than x")
+_ONE_DTYPE = conditions.On("one dtype", add_layer.same, "the extra input has another dtype than x").at(0)
 
 
 def _rule(*between: type[MakeExtraOutput], kind: Any) -> Rule:

@@ -16,8 +16,7 @@ from octavo.ops import linear_layer, norm_layer
 from octavo.ops.linear import Linear
 from octavo.ops.norm import RMSNorm
 from octavo.ops.views import MakeExtraOutput
-
-Grads = tuple[Tensor | None, ...]
+from octavo.runtime.contract import Tensors
 
 
 class LinearAdd(FusedOperation):
@@ -25,8 +24,8 @@ class LinearAdd(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         found = linear_layer.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
         return [_summed(found[0], grads[0][1]), (None, *found[1:])]
 
@@ -36,8 +35,8 @@ class AddRMSNorm(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         extra = grads[0][1]
         if extra is None or extra.dtype == torch.float32:
             # in float32 the kernel would fuse product and sum into one instruction, and dx would differ from unfused dx
@@ -47,7 +46,7 @@ class AddRMSNorm(FusedOperation):
         return [(found[0],), (None, *found[1:])]
 
 
-def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
+def _summed(dx: Tensor | None, extra: Tensor | None) -> Tensors:
     """Return dx + extra, in dx's memory: dx is fresh. If one of them is None, return the other."""
     if dx is None or extra is None:
         return (extra if dx is None else dx,)

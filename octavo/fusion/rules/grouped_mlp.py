@@ -17,12 +17,13 @@ from octavo._torch.operators import assert_async
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.rule import Backward, Condition, Forward, Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import ActivationBias, Grads
+from octavo.fusion.rules.activation_bias import ActivationBias
 from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.fusion.rules.mlp import MLP, columns_in_backward
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.operands import Saved
+from octavo.runtime.contract import Tensors
 
 
 class ActivationGroupedLinear(ActivationLinear):
@@ -38,8 +39,8 @@ class GroupedMLP(MLP):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         refuse_other_sizes(Saved._make(saved[0]).start, Saved._make(saved[2]).start)
         return MLP.step_backward(configs, saved, buffers, grads, writes)
 
@@ -70,31 +71,27 @@ def one_recipe(first: int, second: int) -> Condition:
 
 def backward_conditions(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a GroupedLinear whose dy is written as codes."""
-    return *conditions.dy_as_codes(place), no_scaled_bias(place)
+    return *conditions.dy_as_codes(place), _NO_SCALED_BIAS.at(place)
 
 
-def no_scaled_bias(place: int) -> Condition:
-    return conditions.of(
-        place, "the bias is not scaled", lambda c: not c.scales_dtype,
-        "its bias is scaled row by row, and the gradients of the bias and of its scales need dy itself",
-    )  # fmt: skip
-
-
-def no_own_bias(place: int) -> Condition:
-    return conditions.of(
-        place, "no bias of its own", lambda c: not c.bias_dtype, "a bias between them has sums of its own"
-    )
+_NO_SCALED_BIAS = conditions.On(
+    "the bias is not scaled", lambda c: not c.scales_dtype,
+    "its bias is scaled row by row, and the gradients of the bias and of its scales need dy itself",
+)  # fmt: skip
+_NO_OWN_BIAS = conditions.On(
+    "no bias of its own", lambda c: not c.bias_dtype, "a bias between them has sums of its own"
+).at(1)
 
 
 MLP_CONDITIONS = (
     *conditions.x_as_codes(2),
     one_recipe(0, 2),
     *backward_conditions(0),
-    conditions.runs_now(2),
-    conditions.wants_dx(2, "GroupedLinear"),
-    conditions.quantizes_wgrad(2, "a GroupedLinear"),
-    conditions.keeps_h(1),
-    no_own_bias(1),
+    conditions.RUNS_NOW.at(2),
+    conditions.WANTS_DX.at(2, "GroupedLinear"),
+    conditions.QUANTIZES_WGRAD.at(2, "a GroupedLinear"),
+    conditions.KEEPS_H.at(1),
+    _NO_OWN_BIAS,
 )
 _MLP = Rule(
     "grouped-mlp", (GroupedLinear, Activation, GroupedLinear), GroupedMLP, MLP_CONDITIONS, forward_from=1,
@@ -105,6 +102,6 @@ _AFTER = Rule(
 )
 _BEFORE = Rule(
     "grouped-linear-activation", (GroupedLinear, Activation), GroupedLinearActivation,
-    (*backward_conditions(0), no_own_bias(1)),
+    (*backward_conditions(0), _NO_OWN_BIAS),
 )  # fmt: skip
 RULES = (Joint(_MLP), Forward(_AFTER), Backward(_BEFORE))

@@ -74,8 +74,8 @@ class ScaleAdd(FusedOperation):
         return [made._replace(outputs=(None,)), EMPTY, ForwardResult((y,), (), ())]
 
 
-_ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")
-_PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear returns codes")
+_ONE_BIAS = conditions.On("one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already").at(0)
+_PLAIN_Y = conditions.On("y is not quantized", lambda c: not c.quantize_output, "the Linear returns codes").at(0)
 
 RULES = (
     Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BiasActivation, (_ONE_BIAS,))),

@@ -4,8 +4,6 @@ codes only (`octavo.kernels.rotary.cast`)."""
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from octavo.fusion.rule import Backward, FusedOperation, Rule
 from octavo.fusion.rules import conditions
 from octavo.kernels.rotary import cast
@@ -14,8 +12,7 @@ from octavo.ops import linear_layer, matmul, rotary_layer
 from octavo.ops.attention import RotaryAttention
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
-
-Grads = tuple[Tensor | None, ...]
+from octavo.runtime.contract import Tensors
 
 
 class LinearRotary(FusedOperation):
@@ -23,8 +20,8 @@ class LinearRotary(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         parts = rotary_layer.complete(configs[1], grads[1])
         assert parts is not None
         dq, layer = parts[0], linear_layer.layer
@@ -39,9 +36,9 @@ class LinearRotary(FusedOperation):
         return [layer.gradients(dx, dw, None), (None, None, None)]
 
 
-_NO_BIAS = conditions.of(
-    0, "no bias", lambda c: not c.wants_db, "the gradient of the bias is a sum over rows, which must be written"
-)
+_NO_BIAS = conditions.On(
+    "no bias", lambda c: not c.wants_db, "the gradient of the bias is a sum over rows, which must be written"
+).at(0)
 
 RULES = (
     Backward(Rule("linear-rotary", (Linear, RotaryAttention), LinearRotary, (_NO_BIAS, *conditions.dy_as_codes(0)))),

@@ -13,14 +13,14 @@ from typing import Any
 
 from octavo.fusion.rule import Joint, Rule
 from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import ActivationGradient, Grads, own_bias
+from octavo.fusion.rules.activation_bias import ActivationGradient, own_bias
 from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.kernels.tile_cast import TileCast
 from octavo.ops import matmul
 from octavo.ops.activation import Activation
 from octavo.ops.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import LAYERS
+from octavo.runtime.contract import LAYERS, Tensors
 
 
 class MLP(ActivationLinear):
@@ -30,8 +30,8 @@ class MLP(ActivationLinear):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         first, act, second = configs
         dy = grads[-1][0]
         assert dy is not None
@@ -60,11 +60,11 @@ def columns_in_backward(configs: Sequence[Any]) -> list[Any]:
 CONDITIONS = (
     *conditions.x_as_codes(2),
     *conditions.dy_as_codes(0),
-    conditions.runs_now(2),
-    conditions.wants_dx(2, "Linear"),
-    conditions.quantizes_wgrad(2, "the second Linear"),
-    conditions.keeps_h(1),
-    conditions.no_scale_gradient(1),
+    conditions.RUNS_NOW.at(2),
+    conditions.WANTS_DX.at(2, "Linear"),
+    conditions.QUANTIZES_WGRAD.at(2, "the second Linear"),
+    conditions.KEEPS_H.at(1),
+    conditions.NO_SCALE_GRADIENT.at(1),
 )
 RULES = (
     Joint(Rule("mlp", (Linear, Activation, Linear), MLP, CONDITIONS, forward_from=1, changes=columns_in_backward)),

@@ -52,10 +52,8 @@ from octavo.ops.operands import BackwardCall
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
-from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult
+from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult, Tensors
 from octavo.scaling.delayed_scaling import RunningAmaxes
-
-Grads = tuple[Tensor | None, ...]
 
 
 class RoutedExperts(FusedOperation):
@@ -81,8 +79,8 @@ class RoutedExperts(FusedOperation):
 
     @staticmethod
     def step_backward(
-        configs: Sequence[Any], saved: list[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-    ) -> list[Grads]:
+        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+    ) -> list[Tensors]:
         _, first, act, second, back = configs
         moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
         dy, assignments = grads[-1][0], kept.assignments
@@ -141,20 +139,20 @@ CONDITIONS = (
     *conditions.x_as_codes(3),
     one_recipe(1, 3),
     *backward_conditions(1),
-    conditions.wants_gradients(3),
-    conditions.quantizes_dy(3),
-    conditions.runs_now(3),
-    conditions.wants_dx(3, "layer"),
-    conditions.quantizes_wgrad(1, "a GroupedLinear"),
-    conditions.quantizes_wgrad(3, "a GroupedLinear"),
-    conditions.of(
-        3, "no second bias", lambda c: not c.bias_dtype,
+    conditions.WANTS_GRADIENTS.at(3),
+    conditions.QUANTIZES_DY.at(3),
+    conditions.RUNS_NOW.at(3),
+    conditions.WANTS_DX.at(3, "layer"),
+    conditions.QUANTIZES_WGRAD.at(1, "a GroupedLinear"),
+    conditions.QUANTIZES_WGRAD.at(3, "a GroupedLinear"),
+    conditions.On(
+        "no second bias", lambda c: not c.bias_dtype,
         "the second layer has a bias, and the gradient of a probability is then more than a sum over activated values",
-    ),
-    conditions.of(
-        2, "the activation is plain", lambda c: c.keeps_x and not c.bias_dtype and not c.scales_dtype,
+    ).at(3),
+    conditions.On(
+        "the activation is plain", lambda c: c.keeps_x and not c.bias_dtype and not c.scales_dtype,
         "the activation has a bias or scales of its own, or keeps nothing that its value could be made of",
-    ),
+    ).at(2),
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ NORMS = (LayerNorm, RMSNorm)
 
 def conditions_at(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a norm at that place of a pattern and the Linear after it."""
-    return conditions.one_dim(place), *conditions.x_as_codes(place + 1)
+    return conditions.ONE_DIM.at(place), *conditions.x_as_codes(place + 1)
 
 
 RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NormLinear, conditions_at(0))) for kind in NORMS)

@@ -117,8 +117,7 @@ def forward(
     width = x.shape[1] // 2 if fn.gated else x.shape[1]
     if x.shape[0] == 0 or width == 0:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-    y: Tensor = backend.implementation(__name__, x).forward(fn, x, scales, bias, seed, end)
-    return y
+    return backend.implementation(__name__, x).forward(fn, x, scales, bias, seed, end)
 
 
 def backward(

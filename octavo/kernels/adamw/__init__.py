@@ -51,5 +51,4 @@ def adamw(
     is int64 [2], seed and step, for values that are rounded stochastically. `copy` receives the new values in its own
     dtype."""
     update = backend.implementation(__name__, values).adamw
-    found: Tensor | None = update(values, grad, moments, settings, seed, copy, amaxes)
-    return found
+    return update(values, grad, moments, settings, seed, copy, amaxes)

@@ -8,5 +8,4 @@ from octavo import backend
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum [M, N] to [N], in float64 on the reference and in float32 elsewhere, and round once."""
-    found: Tensor = backend.implementation(__name__, x).column_sums(x, dtype)
-    return found
+    return backend.implementation(__name__, x).column_sums(x, dtype)

@@ -30,5 +30,4 @@ def decode(q: QTensor, groups: Groups | None = None) -> Tensor:
     """Return the values of q, scaled by block, as bfloat16 [rows, K]; packed codes include their padding. On a GPU
     rows begin at multiples of 16 bytes, as TMA needs them. With `groups`, q's rows are in the padded layout and the
     result has them packed; its tail is unspecified."""
-    found: Tensor = backend.implementation(__name__, q.codes).decode(q, groups)
-    return found
+    return backend.implementation(__name__, q.codes).decode(q, groups)

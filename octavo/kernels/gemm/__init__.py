@@ -88,8 +88,7 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return native.high_precision(a, b, dtype, bias)
     assert isinstance(a, QTensor) and isinstance(b, QTensor)
-    found: Tensor = backend.implementation(__name__, a.codes).gemm(a, b, dtype, bias)
-    return found
+    return backend.implementation(__name__, a.codes).gemm(a, b, dtype, bias)
 
 
 @lru_cache(maxsize=1024)

@@ -92,8 +92,7 @@ def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Ten
     """Return `plain_wgrad` in a new tensor, which saves a copy if torch's GEMM allocates the result itself."""
     if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
         return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    found: Tensor = backend.implementation(__name__, a).fresh_wgrad(a, b, groups, dtype)
-    return found
+    return backend.implementation(__name__, a).fresh_wgrad(a, b, groups, dtype)
 
 
 def zero_tail(out: Tensor, groups: Groups) -> None:
@@ -106,16 +105,14 @@ def zero_tail(out: Tensor, groups: Groups) -> None:
 def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
     """Sum dy[t], or dy[t] * scales[t], over each group: [rows, N] -> [G, N]. The order of additions is fixed."""
     scales = None if scales is None else scales.contiguous()
-    found: Tensor = backend.implementation(__name__, dy).column_sums(dy, groups, dtype, scales)
-    return found
+    return backend.implementation(__name__, dy).column_sums(dy, groups, dtype, scales)
 
 
 def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """Return the gradient of `scales` [rows]: each row of dy times its group's bias [G, N]; zero in the tail."""
     if dy.numel() == 0:
         return torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
-    found: Tensor = backend.implementation(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
-    return found
+    return backend.implementation(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
 
 
 def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:

@@ -82,8 +82,7 @@ def forward(
         empty = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Normed(y, empty if norm.centers else None, empty.clone())
-    found: Normed = backend.implementation(__name__, x).forward(norm, x, weight, bias, residual)
-    return found
+    return backend.implementation(__name__, x).forward(norm, x, weight, bias, residual)
 
 
 def backward(
@@ -104,5 +103,4 @@ def backward(
         dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if wanted.x else None
         sums = (None if d is None else torch.zeros(dy.shape[1], dtype=d, device=dy.device) for d in wanted[1:])
         return Gradients(dx, *sums)
-    gradients: Gradients = backend.implementation(__name__, dy).backward(norm, dy, x, statistics, weight, wanted, added)
-    return gradients
+    return backend.implementation(__name__, dy).backward(norm, dy, x, statistics, weight, wanted, added)

@@ -19,20 +19,17 @@ from octavo import backend
 
 def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
     """Return q [B, T, H, D] and k [B, T, S, D] of contiguous qkv, rotated."""
-    found: tuple[Tensor, Tensor] = backend.implementation(__name__, qkv).rotate(qkv, own, other, heads, shared)
-    return found
+    return backend.implementation(__name__, qkv).rotate(qkv, own, other, heads, shared)
 
 
 def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
     """Return the gradient of qkv, from those of q, k and v."""
-    found: Tensor = backend.implementation(__name__, dq).rotate_back(dq, dk, dv, own, other)
-    return found
+    return backend.implementation(__name__, dq).rotate_back(dq, dk, dv, own, other)
 
 
 def heads_of(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [B, T, H, D], k and v [B, T, S, D], q and k rotated; differentiable in qkv. v is a part of qkv."""
-    found: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, own, other, heads, shared)  # type: ignore[no-untyped-call]
-    return found
+    return _Heads.apply(qkv, own, other, heads, shared)  # type: ignore[no-untyped-call]
 
 
 class _Heads(torch.autograd.Function):

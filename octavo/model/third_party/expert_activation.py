@@ -42,15 +42,14 @@ def own(module: Any, known: Known) -> Callable[[Tensor], Tensor]:
         function = known.activation
         return lambda h: function(module, h)
     if known.gated and known.is_joined and hasattr(module, _GATE):
-        return getattr(module, _GATE)  # type: ignore[no-any-return]
+        return getattr(module, _GATE)
     activate = attrgetter(known.activation)(module)
     if not (known.gated and known.is_joined):
-        return activate  # type: ignore[no-any-return]
+        return activate
 
     def gated(h: Tensor) -> Tensor:
         gate, up = (h[..., ::2], h[..., 1::2]) if known.alternates else h.chunk(2, dim=-1)
-        y: Tensor = activate(gate) * up
-        return y
+        return activate(gate) * up
 
     return gated
 

@@ -57,10 +57,7 @@ class _TakesEqualRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         number = self.octavo.fc1.num_groups
-        y: Tensor = self.octavo(
-            rows, torch.full((number,), rows.shape[0] // number, dtype=torch.int64, device=rows.device)
-        )
-        return y
+        return self.octavo(rows, torch.full((number,), rows.shape[0] // number, dtype=torch.int64, device=rows.device))
 
 
 class _TakesMatrix(nn.Module):
@@ -69,8 +66,7 @@ class _TakesMatrix(nn.Module):
     octavo: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.octavo(x)
-        return y
+        return self.octavo(x)
 
 
 class _TakesAttention(nn.Module):

@@ -182,7 +182,7 @@ def convert(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
 
 def _submodule(module: Any, kind: Known, layers: list[Any]) -> nn.Module:
     if len(layers) == 1:
-        return layers[0]  # type: ignore[no-any-return]
+        return layers[0]
     if kind.takes == ATTENTION:
         return ThirdPartyAttention(*layers)
     if not kind.is_joined:

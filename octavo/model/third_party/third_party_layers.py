@@ -244,7 +244,7 @@ class ThirdPartyMLP(Sequential):
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:  # type: ignore[override]
         """Return y for the rows of all experts, one expert after the other."""
         y: Any = super().forward(x, sizes, sizes)
-        return y.to(x.dtype)  # type: ignore[no-any-return]
+        return y.to(x.dtype)
 
 
 class ThirdPartyRows(nn.Module):

@@ -42,8 +42,7 @@ def unpatch(module: nn.Linear) -> None:
 
 def class_for(stock: type[nn.Linear]) -> type[Linear]:
     """Return `octavo.Linear`, or for a subclass of nn.Linear a class that derives from both."""
-    found: type[Linear] = Linear if stock is nn.Linear else derived(Linear, stock, named=stock)
-    return found
+    return Linear if stock is nn.Linear else derived(Linear, stock, named=stock)
 
 
 def stock_class(module: nn.Linear) -> type[nn.Linear]:

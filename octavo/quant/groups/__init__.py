@@ -79,7 +79,7 @@ class Groups(NamedTuple):
         Returns:
             The number of rows of each group.
         """
-        return self.start.diff().tolist()  # type: ignore[no-any-return]
+        return self.start.diff().tolist()
 
 
 def blocks_for(rows: int, groups: int) -> int:
@@ -87,8 +87,7 @@ def blocks_for(rows: int, groups: int) -> int:
     most = (rows + (BLOCK - 1) * groups) // BLOCK
     if torch.compiler.is_dynamo_compiling():  # it takes min() for sym_min, which torch 2.11 does not trace on ints
         return min(rows, most)
-    found: int = torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would add a guard to a graph
-    return found
+    return torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would add a guard to a graph
 
 
 def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:

@@ -52,8 +52,7 @@ def forward(fn: Function, inputs: Inputs, y: TileCast) -> Tensor | None:
     _check_sizes(y, x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], "y")
     if y.pair == (None, None):
         return None
-    found: Tensor | None = backend.implementation(__name__, x).forward(fn, inputs, y)
-    return found
+    return backend.implementation(__name__, x).forward(fn, inputs, y)
 
 
 def backward(
@@ -76,17 +75,13 @@ def backward(
     assert inputs.x is not None or not needs_x
     if dx.pair == (None, None) and y.pair[1] is None and bias_grad is None and scales_grad is None:
         return VectorGradients()
-    found: VectorGradients = backend.implementation(__name__, dy).backward(
-        fn, dy, inputs, dx, y, bias_grad, scales_grad
-    )
-    return found
+    return backend.implementation(__name__, dy).backward(fn, dy, inputs, dx, y, bias_grad, scales_grad)
 
 
 def writes_dx(fn: Function, dy: Tensor, inputs: Inputs, spec: Quantizer | None) -> bool:
     """Return whether `backward` writes dx and then casts it by `spec`. A caller that is to free dy and x in between
     calls `value` and `fill` in its place, to the same bits."""
-    found: bool = backend.implementation(__name__, dy).writes_dx(fn, dy, inputs, spec)
-    return found
+    return backend.implementation(__name__, dy).writes_dx(fn, dy, inputs, spec)
 
 
 def plain_forward(fn: Function, inputs: Inputs, y: TileCast) -> Tensor | None:

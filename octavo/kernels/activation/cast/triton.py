@@ -42,6 +42,7 @@ from octavo.kernels.activation.cast.elements import (
     with_bias,
 )
 from octavo.kernels.activation.cast.group_sums import group_sums, row_sums
+from octavo.kernels.activation.cast.passes import NO_PASS, Cast, Kind, constants_of, passes
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.tile_cast import NOTHING, TileCast
@@ -85,8 +86,7 @@ def _forward_kernel(
         if used == 0:
             return
         g = group_of(owner, pm * ROWS)
-        if running_amax is not None:
-            running_amax += g
+        running_amax = running_amax if running_amax is None else running_amax + g
     elif measured is not None:
         store_group_scales(row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
     rows, columns = places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
@@ -140,10 +140,8 @@ def _backward_kernel(
             store_group_scales(None, again_scale, again_inverse_scale, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
             return
         group = group_of(owner, pm * ROWS)
-        if running_amax is not None:
-            running_amax += group
-        if again_running_amax is not None:
-            again_running_amax += group
+        running_amax = running_amax if running_amax is None else running_amax + group
+        again_running_amax = again_running_amax if again_running_amax is None else again_running_amax + group
     rows, columns = places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
     live = live_mask(rows, columns, end, H, WHOLE)
     s = multiplier_of(inverse_scale, measured, group, RULE)
@@ -252,8 +250,7 @@ def _woven_kernel(
             store_group_scales(row_scale, column_scale, inverse_scale, measured, pm, pk, M, G, RULE, ROWS)
             return
         group = group_of(owner, pm * ROWS)
-        if running_amax is not None:
-            running_amax += group
+        running_amax = running_amax if running_amax is None else running_amax + group
     rows, columns = places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
     live = live_mask(rows, columns, end, N, WHOLE)
     s = multiplier_of(inverse_scale, measured, group, RULE)
@@ -288,61 +285,6 @@ def _woven_kernel(
 
 _WHAT = "the activation"
 _ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ")  # curves that are zero where x is
-_NO_CAST: dict[str, Any] = {"PUT": None, "RULE": ()}
-_Pointers = tuple[Tensor | None, ...]
-
-
-class Kind(NamedTuple):
-    """The use that a kernel is compiled to make of the values of a tile."""
-
-    spec: Quantizer
-    dtype: torch.dtype
-    way: str  # the inverse scale of a Tensorwise is "given" or follows from a "measured" amax; or "measure" that amax
-
-    def constants(self, transpose_codes: bool) -> dict[str, Any]:
-        if self.way == "measure":
-            return tile_casts.MEASURE
-        return tile_casts.constants(self.spec, self.dtype, transpose_codes, self.way == "given")
-
-
-class _Cast(NamedTuple):
-    """One pass over some values: what it does with them, and the pointers and strides for that."""
-
-    kind: Kind | None = None
-    pointers: _Pointers = (None,) * 7  # row, column, row_scale, column_scale, inverse_scale, running_amax, measured
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-
-
-_NO_PASS = _Cast()
-
-
-def _passes(target: TileCast, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
-    """Return the pass that measures first, None if scales or amaxes are given or scales follow from blocks; and the
-    cast."""
-    if target.pair == (None, None):
-        return None, _NO_PASS
-    spec, groups = tile_casts.spec_of(target.pair), target.cast_args.groups
-    pointers, strides = tile_casts.pointers(*target), tile_casts.strides(target.pair)
-    if not tile_casts.measures(*target):
-        return None, _Cast(Kind(spec, dtype, "given"), (*pointers, None), strides)
-    given = target.cast_args.amax[target.pair[0] is None]
-    if given is not None:
-        return None, _Cast(Kind(spec, dtype, "measured"), (*pointers, given), strides)
-    # zero: the pass before raises it, in any order
-    amax = torch.zeros((1, 1) if groups is None else groups.number, dtype=torch.float32, device=_device(target.pair))
-    before = _Cast(Kind(spec, dtype, "measure"), (*(None,) * 5, amax, None))
-    return before, _Cast(Kind(spec, dtype, "measured"), (*pointers, amax), strides)
-
-
-def _scales(groups: Groups | None) -> int:
-    """Return the number of scales of a Tensorwise: one, or one for each group."""
-    return 1 if groups is None else groups.number
-
-
-def _device(pair: tile_cast.QTensorPair) -> torch.device:
-    lead = pair[1] if pair[0] is None else pair[0]
-    assert lead is not None
-    return lead.codes.device
 
 
 def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
@@ -363,13 +305,19 @@ def forward(fn: Function, inputs: Inputs, y: TileCast, config: Config | None = N
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
         config = tile_casts.fitting(configs, tile_casts.spec_of(pair))
     groups = cast_args.groups
-    passes = _passes(y, x.dtype)
-    for cast in passes:
+    before, last = passes(y, x.dtype)
+    for cast in (before, last):
         if cast is not None:
-            sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, _scales(groups))
+            sizes = (
+                m if groups is None else groups.padded,
+                width,
+                *x.stride(),
+                *cast.strides,
+                1 if groups is None else groups.number,
+            )
             launch = _launch("forward", fn, cast.kind, None, sizes, config, transposes_codes(config, x.device))
             launch(*inputs, *cast.pointers, *tile.pointers_of(groups))
-    return passes[1].pointers[-1]
+    return last.pointers[-1]
 
 
 def writes_dx(fn: Function, dy: Tensor, inputs: Inputs, spec: Quantizer | None) -> bool:
@@ -411,12 +359,12 @@ def backward(
         more = groups is not None or scales_grad is not None or measured
         config = tile_casts.fitting(backward_configs(fn.gated and not woven, more, dy.dtype), spec, again)
     call = _Backward(fn, dy, inputs, groups, woven, config)
-    before, cast = _passes(dx, dy.dtype)
-    again_before, again_cast = _passes(y, dy.dtype if inputs.x is None else inputs.x.dtype)
+    before, cast = passes(dx, dy.dtype)
+    again_before, again_cast = passes(y, dy.dtype if inputs.x is None else inputs.x.dtype)
     if before is not None or again_before is not None:
         # both tensors are measured in one pass, which reads x and dy once
         measuring = call if woven else call._replace(config=MEASURING)
-        measuring.launch(before or _NO_PASS, again_before or _NO_PASS)
+        measuring.launch(before or NO_PASS, again_before or NO_PASS)
     parts = ds_parts = None
     if bias_grad is not None:
         # a row for each tile down, so that the order of additions is fixed
@@ -446,14 +394,14 @@ class _Backward(NamedTuple):
     woven: bool
     config: Config
 
-    def launch(self, cast: _Cast, again: _Cast, parts: Tensor | None = None, ds_parts: Tensor | None = None) -> None:
+    def launch(self, cast: Cast, again: Cast, parts: Tensor | None = None, ds_parts: Tensor | None = None) -> None:
         fn, dy, inputs, groups, woven, config = self
         height = dy.shape[0] if groups is None else groups.padded
         # a curve whose gradient does not depend on x keeps none
         steps = (0, 0) if inputs.x is None else inputs.x.stride()
         sizes = (height, dy.shape[1], *dy.stride(), *steps, *cast.strides)
         first = (dy, *inputs, parts, ds_parts, *cast.pointers)
-        where, number = tile.pointers_of(groups), _scales(groups)
+        where, number = tile.pointers_of(groups), 1 if groups is None else groups.number
         transpose_codes = transposes_codes(config, dy.device)
         if woven:
             _launch("woven", fn, cast.kind, None, (*sizes, number), config, transpose_codes)(*first, *where)
@@ -507,7 +455,7 @@ def _launch(
     transpose_codes: bool,
 ) -> Launch:  # fmt: skip
     width = sizes[1] * (2 if kernel == "woven" else 1)
-    own = {**function_constants(fn), **_cast_constants(kind, transpose_codes), **tile_constants(config, width)}
+    own = {**function_constants(fn), **constants_of(kind, transpose_codes), **tile_constants(config, width)}
     if kernel == "woven":
         del own["GATED"]
     if kernel == "backward":
@@ -518,9 +466,5 @@ def _launch(
 _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel, "woven": _woven_kernel}
 
 
-def _cast_constants(kind: Kind | None, transpose_codes: bool) -> dict[str, Any]:
-    return _NO_CAST if kind is None else kind.constants(transpose_codes)
-
-
 def again_constants(kind: Kind | None, transpose_codes: bool) -> dict[str, Any]:
-    return {f"AGAIN_{name}": value for name, value in _cast_constants(kind, transpose_codes).items()}
+    return {f"AGAIN_{name}": value for name, value in constants_of(kind, transpose_codes).items()}

@@ -42,8 +42,7 @@ def forward(
                 f"y is {m} x {n}, so that codes of {shape[0]} x {shape[1]} are filled; got {q!r}. "
                 "Allocate it with proto().empty()."
             )
-    found: Statistics = backend.implementation(__name__, x).forward(norm, x, weight, bias, pair, cast_args, residual)
-    return found
+    return backend.implementation(__name__, x).forward(norm, x, weight, bias, pair, cast_args, residual)
 
 
 def plain_forward(
