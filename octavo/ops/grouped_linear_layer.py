@@ -10,6 +10,7 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,16 @@ class Config(LinearSettings):
     tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
     group_tensors = len(Groups._fields) - 1  # all but the number of rows
+
+    @cached_property
+    def wgrad_mode(self) -> str:
+        """The recipe's wgrad mode, except that of x given as row codes of four bits the values are used: a second cast
+        to four bits would add as much to dw's error as the first. One to eight bits adds little, and dw stays fast."""
+        gemm = self.quant.wgrad
+        is_cast_again = self.x == "codes" and not self.x_has_columns and gemm.mode == "quantized"
+        if is_cast_again and gemm.right is not None and gemm.right.fmt.bits == 4:
+            return "quantized" if are_transposed(self.quant.fprop.left, gemm.right) else "dequantized"
+        return gemm.mode
 
 
 class Inputs(NamedTuple):
@@ -229,10 +240,10 @@ class Ragged(Dense):
         return x
 
     def x_of_rows(self, config: Any, parts: Sequence[Any], k: int, dtype: torch.dtype) -> Operand:
-        """Transpose row codes that arrived without columns, if that is what a cast would write; if not, cast their
-        values."""
+        """Transpose row codes that arrived without columns, if that is what a cast would write; if not, take their
+        values, and cast them where the GEMM multiplies codes."""
         spec, rows = config.quant.wgrad.right, given_rows(config.quant.fprop.left, parts, self.groups, k, dtype)
-        if config.quant.wgrad.left is None:
+        if config.wgrad_mode != "quantized":
             return rows.dequantize(dtype)[:, :k]
         if are_transposed(rows.q.spec, spec):
             return self.transposed(rows)

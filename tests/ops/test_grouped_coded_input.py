@@ -62,14 +62,25 @@ def test_codes_of_both_orientations_have_the_bits_of_the_rows_that_were_quantize
 
 
 @grid(STATELESS, dtype=DTYPES, width=(K, 37))
-def test_codes_of_rows_have_the_bits_of_the_rows_but_for_dw_which_casts_their_values(recipe, dtype, width):
-    layer, twin, other = (experts(recipe, k=width, dtype=dtype) for _ in range(3))
+def test_codes_of_rows_have_the_bits_of_the_rows_but_for_dw_which_takes_their_values(recipe, dtype, width):
+    """In eight bits dw casts the values, in four it multiplies them as they are."""
+    layer, twin = (experts(recipe, k=width, dtype=dtype) for _ in range(2))
+    other = experts("nvfp4(wgrad='bf16')" if recipe == "nvfp4" else recipe, k=width, dtype=dtype)
     x, dy = batch(k=width, dtype=dtype)
     found = coded_step(layer, recipe, x, dy, columns=False)
     want = step(twin, x, dy)
     assert_equal_steps(found, want, "y", "dx", "db")
     values = coded(recipe, x, columns=False).dequantize()
     assert_same(found["dw"], want["dw"] if recipe in TURNED else step(other, values, dy)["dw"])
+
+
+def test_four_bits_are_not_rounded_twice():
+    """dw's error against that of x in high precision: a second cast to four bits would be half as large again."""
+    layer, (x, dy) = experts("nvfp4"), batch()
+    x = torch.randn_like(x)
+    exact = step(experts("nvfp4(wgrad='bf16')"), x, dy)["dw"].double()
+    found, cast = coded_step(layer, "nvfp4", x, dy, columns=False)["dw"], step(experts("nvfp4"), x, dy)["dw"]
+    assert (found - exact).norm() < 0.8 * (cast - exact).norm()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current(wgrad='bf16')", "fp8-block(wgrad='bf16')"])

@@ -43,7 +43,8 @@ def test_groups_dequantize_to_what_each_dequantizes_to(recipe, dtype):
 
 @grid(STATELESS, layout=LAYOUTS)
 def test_an_input_of_codes_is_the_values_they_stand_for(recipe, layout):
-    layer, twin, (x, dy) = experts(recipe, **layout), experts(recipe, **layout), batch()
+    layer, (x, dy) = experts(recipe, **layout), batch()
+    twin = experts("nvfp4(wgrad='bf16')" if recipe == "nvfp4" else recipe, **layout)  # four bits are not cast twice
     q = quantize_groups(x, octavo.recipe(recipe).linear().fprop.left, None, split(sizes(), ROWS))[0]
     values = q.dequantize()
     with torch.no_grad():
