@@ -75,8 +75,7 @@ class ExpertParallel(Dispatch):
     def __init__(
         self, group: Group = None, *, capacity: int | None = None, payload: str = "auto", engine: str = "auto"
     ) -> None:
-        check_choice(payload, PAYLOADS, what="ExpertParallel.payload")
-        check_choice(engine, ("auto", *ENGINES), what="ExpertParallel.engine")
+        check_modes(payload, engine)
         if capacity is not None:
             check_capacity(capacity)
         if capacity is not None and engine == "all-to-all":
@@ -239,6 +238,12 @@ class ExpertParallel(Dispatch):
         )
         rule = f"The {self.ranks} ranks of experts call their layer alike"
         check_alike(self, self.group, x, rule, own, "Build the same layer on all ranks, in the same recipe.")
+
+
+def check_modes(payload: str, engine: str) -> None:
+    """Raise if a setting is unknown."""
+    check_choice(payload, PAYLOADS, what="ExpertParallel.payload")
+    check_choice(engine, ("auto", *ENGINES), what="ExpertParallel.engine")
 
 
 def _refuse(why: str) -> None:
