@@ -19,6 +19,7 @@
     expert_exchange         how rows get there, and back
     symmetric_exchange      the same by memory that ranks share
     payload                 rows on the way: values, or codes with scales
+    agreed_scale            one scale for the rows of all experts, agreed by their ranks
     dispatched_experts      the experts between the two calls of a dispatcher
     expert_style            ExpertwiseParallel: experts of converted models, by parallelize_module
     deep_ep                 DeepEP: the same by DeepEP's kernels
