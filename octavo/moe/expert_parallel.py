@@ -140,7 +140,8 @@ class ExpertParallel(Dispatch):
         dy_codes = GradientCodes() if needs else None
         observed = None if payload.dy_history is None else (payload.dy_history, payload.dy_history.observes())
         state = plan, weights, dy_spec if needs else None, dy_codes, observed or (None, False)
-        return Dispatched(rows, plan.sizes, state, plan.dropped, *plan.buffers(), dy_codes)
+        buffers = (None, None) if payload.is_split else plan.buffers()  # sums over ranks have memory of their own
+        return Dispatched(rows, plan.sizes, state, plan.dropped, *buffers, dy_codes)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' rows back to their tokens, and sum them with the weights.

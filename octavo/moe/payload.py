@@ -25,6 +25,7 @@ class Payload(NamedTuple):
     dy: Quantizer | None = None
     why: str = ""
     one_scale: bool = False  # the ranks agree on one scale for the rows of all experts: other codes than with values
+    is_split: bool = False  # the features of the experts are split over further ranks, which sum y and dx
     x_history: History | None = None  # where that scale is remembered
     dy_history: History | None = None
 
@@ -50,7 +51,8 @@ def payload_of(experts: Sequential) -> Payload:
         History(layer, recipe, direction) if isinstance(recipe, Delayed) else None
         for layer, recipe, direction in ((layers[0], first, "forward"), (layers[1], second, "backward"))
     ]
-    return Payload(x_spec, dy_spec, why or why_dy, one_scale, *memories)
+    is_split = any([layer.parallel is not None for layer in layers])
+    return Payload(x_spec, dy_spec, why or why_dy, one_scale, is_split, *memories)
 
 
 def _recipe_of(layer: GroupedLinear) -> Recipe:
