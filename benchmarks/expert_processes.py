@@ -29,7 +29,7 @@ from octavo import moe
 
 D, N, E, K, T = 512, 768, 8, 2, 300  # of the layer; tokens of each rank
 SMALL = 64, 96, 4, 2, 24
-TIMEOUT = 20  # seconds that a rank waits for another
+TIMEOUT = 45  # seconds that a rank waits for another
 PAYLOADS = {"fp8-block": ("values", "codes"), "fp8-rowwise": ("values", "codes"), "mxfp8": ("values", "codes")}
 
 

@@ -1,6 +1,6 @@
 """DTensors of parameters: of layers that were built with `parallel_mode`, and of experts in a state dict."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,8 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     shares the memory of its parameter.
 
     Args:
-        model: a module with an `octavo.MoE(..., ep_group=...)`, or a `GroupedLinear(..., ep_group=...)`.
+        model: a module with an `octavo.MoE(..., ep_group=...)`, a `GroupedLinear(..., ep_group=...)`, or experts that
+            `octavo.moe.ExpertwiseParallel` split.
 
     Returns:
         The state dict; other entries are those of `model.state_dict()`.
@@ -78,19 +79,27 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     for path, layer in model.named_modules():
         if not isinstance(layer, GroupedLinear) or layer.ep_group is None or size_of(layer.ep_group) == 1:
             continue
-        for name, parameter in layer.named_parameters(recurse=False):
-            key = f"{path}.{name}" if path else name
+        for key, parameter in _stored(layer, path):
             if isinstance(parameter, DTensor):
                 raise UnsupportedConfig(
                     f"{key} is a DTensor of {parameter.device_mesh}, and its experts are split over ranks besides. "
                     "Save get_model_state_dict of each rank's own experts, or gather them first: fully_shard's "
                     "module.unshard()."
                 )
-            if name not in ("weight", "bias"):
-                raise UnsupportedConfig(
-                    f"{key} is one of many parameters, whose names begin at 0 on each rank. Build the layer with "
-                    "single_grouped_weight=True and single_grouped_bias=True."
-                )
             mesh = DeviceMesh.from_group(process_group(layer.ep_group), parameter.device.type)
             state[key] = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
     return state
+
+
+def _stored(layer: GroupedLinear, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of experts with their keys in a state dict."""
+    if (elsewhere := getattr(layer, "_stored_elsewhere", None)) is not None:
+        yield from elsewhere(path)
+        return
+    for key, parameter in layer.named_parameters(path, recurse=False):
+        if key.rpartition(".")[2] not in ("weight", "bias"):
+            raise UnsupportedConfig(
+                f"{key} is one of many parameters, whose names begin at 0 on each rank. Build the layer with "
+                "single_grouped_weight=True and single_grouped_bias=True."
+            )
+        yield key, parameter

@@ -19,7 +19,9 @@
     expert_exchange         how rows get there, and back
     symmetric_exchange      the same by memory that ranks share
     payload                 rows on the way: values, or codes with scales
+    agreed_scale            one scale for the rows of all experts, agreed by their ranks
     dispatched_experts      the experts between the two calls of a dispatcher
+    expert_style            ExpertwiseParallel: experts of converted models, by parallelize_module
     deep_ep                 DeepEP: the same by DeepEP's kernels
     transformer_engine_ep   TransformerEngineEP: by Transformer Engine's
 
@@ -36,6 +38,7 @@ from octavo.moe.chunk_sort import sort_chunks
 from octavo.moe.deep_ep import DeepEP
 from octavo.moe.dispatch import Dispatch, Dispatched, LocalDispatch
 from octavo.moe.expert_parallel import ExpertParallel
+from octavo.moe.expert_style import ExpertwiseParallel
 from octavo.moe.experts import Experts
 from octavo.moe.losses import aux_loss, z_loss
 from octavo.moe.mask_bits import pack_mask, unpack_mask
@@ -54,6 +57,7 @@ __all__ = [
     "Dispatched",
     "ExpertParallel",
     "Experts",
+    "ExpertwiseParallel",
     "LocalDispatch",
     "Permutation",
     "Router",

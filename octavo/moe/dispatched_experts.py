@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from octavo.fusion.sequential import Sequential
-from octavo.moe.dispatch import Dispatched
+from octavo.moe.dispatch import Dispatch, Dispatched
+from octavo.moe.payload import payload_of
 from octavo.quant.grouped import GroupedTensor
 
 
@@ -59,3 +60,15 @@ def run_experts(experts: DispatchedExperts, sent: Dispatched, flag: dict[str, An
         rows = torch.zeros(1, dtype=rows.dtype, device=rows.device).expand(rows.shape) if anchor is None else anchor
     y: Tensor = experts(rows, sent.sizes, sent.sizes, op_kwargs=kwargs, **codes)
     return y
+
+
+def dispatched(
+    dispatcher: Dispatch, experts: Any, x: Tensor, index: Tensor, weights: Tensor, num_experts: int
+) -> Tensor:
+    """Run the experts of a dispatcher's ranks on tokens; others than DispatchedExperts take values."""
+    takes = isinstance(experts, DispatchedExperts)
+    asks = takes and getattr(dispatcher, "takes_payload", False)
+    given: Any = {"payload": payload_of(experts)} if asks else {}
+    sent = dispatcher.dispatch(x, index, weights, num_experts, **given)
+    rows = run_experts(experts, sent, {}) if takes else experts(sent.rows, sent.sizes)
+    return dispatcher.combine(rows, sent)

@@ -17,6 +17,7 @@ from octavo._torch.tracing import Untraced
 from octavo.communication.groups import Group, name_of, size_now, size_of
 from octavo.communication.rank_checks import check_alike
 from octavo.errors import UnsupportedConfig, check_choice
+from octavo.moe.agreed_scale import History
 from octavo.moe.dispatch import Dispatch, Dispatched
 from octavo.moe.expert_exchange import Exact, Padded, Plan, Ranks
 from octavo.moe.payload import NO_CODES, WHOLE, Payload, decoded, encoded
@@ -40,9 +41,9 @@ class ExpertParallel(Dispatch):
     Recipes whose x has scales of its own in each row (fp8-rowwise, fp8-block, mxfp8) send codes and scales, about half
     of the bytes of bfloat16; backward sends dy so as well. The experts then make the column codes, for the weight
     gradient, from row codes: results are those of one process that does so, bit for bit. Other recipes send values.
-    With `payload="codes"` fp8-current sends codes too, of one scale for all experts, on which the ranks agree before
-    the cast; where no codes can be sent it raises. Outputs and dx travel as values. So does all that a graph of
-    torch.compile sends, because its gradients are tensors of values.
+    With `payload="codes"` fp8-current and fp8-delayed send codes too, of one scale for all experts, on which the ranks
+    agree before the cast; where no codes can be sent it raises. Outputs and dx travel as values. So does all that a
+    graph of torch.compile sends, because its gradients are tensors of values.
 
     Args:
         group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default group.
@@ -75,8 +76,7 @@ class ExpertParallel(Dispatch):
     def __init__(
         self, group: Group = None, *, capacity: int | None = None, payload: str = "auto", engine: str = "auto"
     ) -> None:
-        check_choice(payload, PAYLOADS, what="ExpertParallel.payload")
-        check_choice(engine, ("auto", *ENGINES), what="ExpertParallel.engine")
+        check_modes(payload, engine)
         if capacity is not None:
             check_capacity(capacity)
         if capacity is not None and engine == "all-to-all":
@@ -135,11 +135,13 @@ class ExpertParallel(Dispatch):
             _pass_time(meanwhile)
             plan.wait()
         else:
-            rows = _sent_as_codes(x, spec, plan, meanwhile)
+            rows = _sent_as_codes(x, spec, plan, payload.x_history, meanwhile)
         needs = torch.is_grad_enabled() and dy_spec is not None and not torch.compiler.is_compiling()
         dy_codes = GradientCodes() if needs else None
-        state = plan, weights, dy_spec if needs else None, dy_codes
-        return Dispatched(rows, plan.sizes, state, plan.dropped, *plan.buffers(), dy_codes)
+        observed = None if payload.dy_history is None else (payload.dy_history, payload.dy_history.observes())
+        state = plan, weights, dy_spec if needs else None, dy_codes, observed or (None, False)
+        buffers = (None, None) if payload.is_split else plan.buffers()  # sums over ranks have memory of their own
+        return Dispatched(rows, plan.sizes, state, plan.dropped, *buffers, dy_codes)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' rows back to their tokens, and sum them with the weights.
@@ -152,11 +154,11 @@ class ExpertParallel(Dispatch):
             y [T, hidden].
         """
         state: Any = dispatched.state
-        plan, weights, dy_spec, dy_codes = state
+        plan, weights, dy_spec, dy_codes, observed = state
         if dy_codes is None:
             returned = plan.to_tokens(rows)
         else:
-            returned = _ReturnedByCodes.apply(rows, plan, dy_spec, dy_codes)  # type: ignore[no-untyped-call]
+            returned = _ReturnedByCodes.apply(rows, plan, dy_spec, dy_codes, observed)  # type: ignore[no-untyped-call]
         # rows of no assignment are not sent, and count only where one scale belongs to all of them
         tail = "zero" if dy_spec is not None and dy_spec.block == WHOLE else "untouched"
         return unpermute(returned, plan.permutation, weights, tail=tail)
@@ -207,7 +209,7 @@ class ExpertParallel(Dispatch):
         if self.payload == "codes" and payload.why:
             raise UnsupportedConfig(
                 f"ExpertParallel(payload='codes'): {payload.why}. Use payload='auto' or 'values', or a recipe whose "
-                "codes travel: fp8-rowwise, fp8-block, mxfp8, fp8-current."
+                "codes travel: fp8-rowwise, fp8-block, mxfp8, fp8-current, fp8-delayed."
             )
         return payload.x, payload.dy
 
@@ -241,6 +243,12 @@ class ExpertParallel(Dispatch):
         check_alike(self, self.group, x, rule, own, "Build the same layer on all ranks, in the same recipe.")
 
 
+def check_modes(payload: str, engine: str) -> None:
+    """Raise if a setting is unknown."""
+    check_choice(payload, PAYLOADS, what="ExpertParallel.payload")
+    check_choice(engine, ("auto", *ENGINES), what="ExpertParallel.engine")
+
+
 def _refuse(why: str) -> None:
     raise UnsupportedConfig(why)
 
@@ -260,9 +268,12 @@ def _pass_time(meanwhile: Callable[[], None] | None) -> None:
 # -- codes on the wire -------------------------------------------------------------------------------------------------
 
 
-def _sent_as_codes(x: Tensor, spec: Quantizer, plan: Plan, meanwhile: Callable[[], None] | None) -> GroupedTensor:
+def _sent_as_codes(
+    x: Tensor, spec: Quantizer, plan: Plan, history: History | None, meanwhile: Callable[[], None] | None
+) -> GroupedTensor:
     """Cast x once, send codes and scales, and put what arrives in the groups of the experts."""
-    rows, scale = encoded(x.detach(), spec, plan)
+    observes = history is not None and history.observes() and torch.is_grad_enabled()
+    rows, scale = encoded(x.detach(), spec, plan, history, observes)
     arrived = plan.send_tokens(rows)
     _pass_time(meanwhile)
     plan.wait()
@@ -290,17 +301,20 @@ class _ReturnedByCodes(torch.autograd.Function):
     """The experts' rows, sent back. dy goes to the experts as codes, past autograd."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Plan, spec: Quantizer, dy_codes: GradientCodes) -> Tensor:
-        ctx.given = plan, spec, dy_codes
+    def forward(
+        ctx: Any, rows: Tensor, plan: Plan, spec: Quantizer, dy_codes: GradientCodes,
+        observed: tuple[History | None, bool],
+    ) -> Tensor:  # fmt: skip
+        ctx.given = plan, spec, dy_codes, observed
         return plan.to_tokens(rows)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        plan, spec, dy_codes = ctx.given
-        rows, scale = encoded(dy, spec, plan)
+        plan, spec, dy_codes, observed = ctx.given
+        rows, scale = encoded(dy, spec, plan, *observed)
         arrived = plan.send(rows)
         plan.wait()
-        return dy_codes.put(decoded(arrived, spec, scale, dy.shape[1], dy.dtype, plan)), None, None, None
+        return dy_codes.put(decoded(arrived, spec, scale, dy.shape[1], dy.dtype, plan)), None, None, None, None
 
 
 # -- in a mixture ------------------------------------------------------------------------------------------------------

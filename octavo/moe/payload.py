@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.communication import collectives
 from octavo.fusion.sequential import Sequential
+from octavo.moe.agreed_scale import History, largest_of_ranks, remembered
 from octavo.moe.expert_exchange import Plan
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.grouped_codes import bytes_as_rows, rows_as_bytes
 from octavo.quant.quantizer import Quantizer
-from octavo.recipes import Recipe
+from octavo.recipes import Delayed, Recipe
 from octavo.recipes.ambient import ambient
 
 WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
@@ -25,6 +25,9 @@ class Payload(NamedTuple):
     dy: Quantizer | None = None
     why: str = ""
     one_scale: bool = False  # the ranks agree on one scale for the rows of all experts: other codes than with values
+    is_split: bool = False  # the features of the experts are split over further ranks, which sum y and dx
+    x_history: History | None = None  # where that scale is remembered
+    dy_history: History | None = None
 
 
 NO_CODES = Payload(why="no recipe of the experts was given")
@@ -44,7 +47,12 @@ def payload_of(experts: Sequential) -> Payload:
     if layers[1].parallel is not None:
         dy_spec, why_dy = None, "the features of the experts are split, and dy is of their sum over ranks"
     one_scale = any([spec is not None and spec.block == WHOLE for spec in (x_spec, dy_spec)])
-    return Payload(x_spec, dy_spec, why or why_dy, one_scale)
+    memories = [
+        History(layer, recipe, direction) if isinstance(recipe, Delayed) else None
+        for layer, recipe, direction in ((layers[0], first, "forward"), (layers[1], second, "backward"))
+    ]
+    is_split = any([layer.parallel is not None for layer in layers])
+    return Payload(x_spec, dy_spec, why or why_dy, one_scale, is_split, *memories)
 
 
 def _recipe_of(layer: GroupedLinear) -> Recipe:
@@ -59,8 +67,6 @@ def _travels(
         return None, f"{recipe.key} does not quantize {name}"
     if column is None:
         return None, f"dw has no quantizer for the columns of {name} in {recipe.key}"
-    if recipe.stateful:
-        return None, f"{recipe.key} remembers a scale for each expert, on the rank of the expert alone"
     if spec.two_level or spec.is_stochastic or spec.basis or not spec.shipped or spec.block[0] not in (1, None):
         return None, f"rows of {name} that {spec} quantizes do not have scales of their own"
     return spec, ""
@@ -69,15 +75,18 @@ def _travels(
 # -- codes on the wire -------------------------------------------------------------------------------------------------
 
 
-def encoded(x: Tensor, spec: Quantizer, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def encoded(
+    x: Tensor, spec: Quantizer, plan: Plan, history: History | None = None, observes: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return rows of x as bytes that travel alone. Where one scale belongs to all rows, also that scale, on which the
-    ranks have agreed."""
+    ranks have agreed; the experts may observe the amax."""
     if spec.block != WHOLE:
         return rows_as_bytes(spec.quantize(x)), None
-    amax, ranks = spec.amax(x), plan.ranks
-    if amax is not None and ranks.size > 1:
-        amax = collectives.largest(amax, ranks.group, ranks.where)
-    q = spec.quantize(x, amax=amax)
+    amax = spec.amax(x)
+    if history is None:
+        q = spec.quantize(x, amax=largest_of_ranks(amax, plan.ranks))
+    else:
+        q = spec.quantize(x, inverse_scale=remembered(amax, spec, history, observes, plan.ranks))
     return q.codes.view(torch.uint8), q.scale
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo import moe
+from octavo.moe.symmetric_exchange import Symmetric
 from tests.support.linear_oracle import assert_same
 from tests.support.split_experts import CODED, RECIPES, E, T, data, in_one_process, joined, mixture, step
 from tests.support.steps import assert_equal
@@ -92,6 +93,31 @@ def test_codes_take_half_of_the_bytes_and_results_leave_from_where_they_were_wri
         for i in (0, 2):
             assert codes[i][1] <= 0.52 * values[i][1]
         assert codes[1] == values[1] and codes[3] == values[3]
+
+
+def _addresses(group, rank, payload):
+    """Where the experts of `symmetric` write, against the memory that other ranks read."""
+    model = mixture("fp8-block", dispatcher=moe.ExpertParallel(group, engine="symmetric", payload=payload))
+    found, returned = {}, Symmetric.returned
+    model.experts.fc2.register_forward_hook(lambda module, given, y: found.update(y=y.data_ptr()))
+
+    def noted(plan, rows):
+        found.setdefault("read", []).append(rows.data_ptr())
+        found["parts"] = [t.data_ptr() for t in plan.buffers()]
+        return returned(plan, rows)
+
+    Symmetric.returned = noted
+    try:
+        step(model, *data(rank))
+    finally:
+        Symmetric.returned = returned
+    return found
+
+
+@pytest.mark.parametrize("payload", ["values", "codes"])
+def test_other_ranks_read_results_and_dx_where_the_gemms_wrote_them(ranks, payload):
+    for found in ranks.run(_addresses, payload, size=2):
+        assert found["read"] == found["parts"] and found["y"] == found["parts"][0]
 
 
 def _all_to_one(group, rank, engine):

@@ -186,16 +186,19 @@ def test_fsdp_shards_the_experts_of_a_rank(ranks):
     assert relative_error(torch.cat([answer[3] for answer in found]), y) > 0  # the step was taken
 
 
-def _with_features_split(group, rank, recipe):
+def _with_features_split(group, rank, recipe, engine):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    model = mixture(recipe, ep_group=mesh["ep"], tp_group=mesh["tp"])
+    model = mixture(recipe, dispatcher=moe.ExpertParallel(mesh["ep"], engine=engine), tp_group=mesh["tp"])
     found = step(model, *data(rank // 2))
     return found, tuple(model.experts.fc2.weight.shape)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-block", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_features_of_experts_are_split_over_other_ranks(ranks, recipe):
-    found = ranks.run(_with_features_split, recipe)
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    [("fp8-block", "auto"), ("fp8-block", "symmetric"), pytest.param("mxfp8", "auto", marks=pytest.mark.slow)],
+)
+def test_features_of_experts_are_split_over_other_ranks(ranks, recipe, engine):
+    found = ranks.run(_with_features_split, recipe, engine)
     assert found[0][1] == (E // 2, D, N // 2)
     y, dx, _, dw2 = in_one_process(recipe, 2, False)
     for tp in (0, 1):

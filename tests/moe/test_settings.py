@@ -98,7 +98,6 @@ def test_settings_of_ranks_are_checked_at_once(case):
 
 NO_CODES = {
     "bf16": "bf16 does not quantize x",
-    "fp8-delayed": "fp8-delayed remembers a scale for each expert, on the rank of the expert alone",
     "nvfp4": "rows of x that nv quantizes do not have scales of their own",
     "fp8-rowwise(wgrad='bf16')": "dw has no quantizer for the columns of x",
 }

@@ -43,22 +43,23 @@ class _Put(torch.autograd.Function):
     """Rows as they are; their gradient arrives as codes of its rows."""
 
     @staticmethod
-    def forward(ctx, rows, spec, sizes, dy_codes):
-        ctx.given = spec, sizes, dy_codes
+    def forward(ctx, rows, spec, sizes, dy_codes, scale):
+        ctx.given = spec, sizes, dy_codes, scale
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, dy):
-        spec, sizes, dy_codes = ctx.given
-        return dy_codes.put(grouped(dy, spec, sizes)), None, None, None
+        spec, sizes, dy_codes, scale = ctx.given
+        codes = grouped(dy, spec, sizes, inverse_scale=scale("dy", dy, spec))
+        return dy_codes.put(codes), None, None, None, None
 
 
-def grouped(x, spec, sizes, source=None):
-    """Codes of rows in groups; where one scale belongs to a tensor, that of all rows."""
+def grouped(x, spec, sizes, source=None, inverse_scale=None):
+    """Codes of rows in groups; where one scale belongs to a tensor, that of all rows, or a given one."""
     carrier = spec.quantize_groups(x, sizes, source=source)
     if spec.block != WHOLE:
         return carrier
-    q = spec.quantize(x.detach())
+    q = spec.quantize(x.detach(), inverse_scale=inverse_scale)
     scale = q.scale.view(1).expand(len(sizes))
     return octavo.GroupedTensor.of(spec, q.codes, scale, sizes, source=source, dtype=x.dtype, anchor=carrier.anchor)
 
@@ -69,17 +70,20 @@ class RowCodes:
     def __init__(self):
         self.owner = None
 
+    def scale(self, name, x, spec):
+        """The inverse scale of an operand; None measures it."""
+
     def dispatch(self, x, index, weights, num_experts):
         payload = payload_of(self.owner().experts)
         permutation = moe.sort(index, num_experts)
-        rows = grouped(x, payload.x, permutation.sizes, permutation.sources)
+        rows = grouped(x, payload.x, permutation.sizes, permutation.sources, self.scale("x", x, payload.x))
         dy_codes = octavo.quant.GradientCodes()
         state = permutation, weights, payload.dy, dy_codes
         return moe.Dispatched(rows, permutation.sizes, state, dy_codes=dy_codes)
 
     def combine(self, rows, dispatched):
         permutation, weights, spec, dy_codes = dispatched.state
-        rows = _Put.apply(rows, spec, permutation.sizes, dy_codes)
+        rows = _Put.apply(rows, spec, permutation.sizes, dy_codes, self.scale)
         return moe.unpermute(rows, permutation, weights)
 
 

@@ -7,6 +7,7 @@ and its state dict, and stays an instance of its class.
     forwards                the forwards of converted modules
     third_party_experts     recognises, refuses, converts and reverts experts by their row
     third_party_layers      the submodule of converted experts, on their owner's parameters
+    split_experts           experts over ranks
     owned                   modules that read the module around them
     expert_activation       finds Octavo's activation for experts
     derived_class           classes that derive from one of Octavo's and one of theirs

@@ -21,10 +21,16 @@ class _TakesTokens(nn.Module):
 
     octavo: Any
 
+    def _octavo_split(self, dispatcher: Any) -> None:
+        split_experts().split(self, dispatcher)
+
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
         x, index, probs = (*arguments, *named.values())[:3]
         _check_implementation(self)
         layers, tokens = self.octavo, x.reshape(-1, x.shape[-1])
+        if _is_split(self):
+            sums: Tensor = split_experts().through(self, tokens, index, probs)
+            return sums.to(x.dtype).view(x.shape)
         number = next(layers.children()).num_groups if not isinstance(layers, Experts) else layers.num_experts
         probs = probs if probs.dtype == x.dtype else probs.float()
         # transformers gives assignments to experts of other processes the index num_experts: `sort` drops them, and
@@ -43,9 +49,12 @@ class _TakesRows(nn.Module):
 
     octavo: Any
 
+    def _octavo_split(self, dispatcher: Any) -> None:
+        split_experts().split(self, dispatcher)
+
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
         x, sizes = (*arguments, *named.values())[:2]
-        y: Tensor = self.octavo(x, sizes)
+        y: Tensor = split_experts().through_rows(self, x, sizes) if _is_split(self) else self.octavo(x, sizes)
         return y.to(x.dtype)
 
 
@@ -141,6 +150,17 @@ FORWARDS: dict[str, type[nn.Module]] = {
     TOKENS: _TakesTokens, ROWS: _TakesRows, EQUAL_ROWS: _TakesEqualRows, MATRIX: _TakesMatrix,
     ATTENTION: _TakesAttention,
 }  # fmt: skip
+
+
+def split_experts() -> Any:
+    """Return the module of experts over ranks, which imports this one."""
+    from octavo.model.third_party import split_experts as found
+
+    return found
+
+
+def _is_split(module: nn.Module) -> bool:
+    return "_octavo_dispatcher" in module.__dict__
 
 
 def _check_implementation(module: Any) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._torch.tensors import is_sharded
+from octavo.errors import UnsupportedConfig
 from octavo.model.third_party.derived_class import derived
 from octavo.model.third_party.expert_activation import OwnActivation, activation_of
 from octavo.model.third_party.forwards import FORWARDS
@@ -30,6 +31,7 @@ from octavo.model.third_party.third_party_layers import (
     ThirdPartyRows,
 )
 from octavo.model.third_party.third_party_linear import is_patched, patched_reason
+from octavo.moe.dispatched_experts import DispatchedExperts
 from octavo.ops.inputs import strange
 from octavo.ops.published_codes import refuse_codes, unsupported_codes_reason
 from octavo.ops.quantized import unsupported_dtype_reason
@@ -52,7 +54,7 @@ def _kind(module: nn.Module) -> Known:
 
 def is_third_party(module: nn.Module) -> bool:
     """Return whether a module's experts were converted."""
-    kinds = (ThirdPartyExperts, ThirdPartyMLP, ThirdPartyRows, ThirdPartyAttention, *_LAYERS)
+    kinds = (DispatchedExperts, ThirdPartyExperts, ThirdPartyMLP, ThirdPartyRows, ThirdPartyAttention, *_LAYERS)
     return isinstance(module._modules.get(NAME), kinds)
 
 
@@ -188,6 +190,8 @@ def _submodule(module: Any, kind: Known, layers: list[Any]) -> nn.Module:
     if not kind.is_joined:
         gate, up, down = layers
         return ThirdPartyRows(gate, up, down, OwnActivation(module, kind))
+    if "_octavo_dispatcher" in module.__dict__:
+        return DispatchedExperts({"fc1": layers[0], "activation": activation_of(module, kind), "fc2": layers[1]})
     made = ThirdPartyExperts if kind.takes == TOKENS else ThirdPartyMLP
     return made(layers[0], activation_of(module, kind), layers[1])
 
@@ -204,6 +208,11 @@ def _adopted(module: nn.Module, made: nn.Module) -> nn.Module:
 
 def revert(module: Any) -> None:
     """Undo `convert`."""
+    if "_octavo_dispatcher" in module.__dict__:
+        raise UnsupportedConfig(
+            f"{own_class(module).__name__} has the experts of this rank alone, which only Octavo's forward sends rows "
+            "to. Leave it out of octavo.revert, with exclude=, or load sharded_state_dict into a model of one process."
+        )
     for layer in layers_of(module):
         layer._restore_weight()
     module.__dict__.pop("_octavo_load_hook").remove()

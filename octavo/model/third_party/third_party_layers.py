@@ -9,6 +9,7 @@ ThirdPartyRows             the same, if the gate and the other half are two para
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -152,6 +153,13 @@ class _OnOwner(Owned):
         if layer._codes.has_quantized_weight:
             home = prefix.rpartition(f"{NAME}.")[0]
             destination[home + self._place_in_owner.name] = layer._codes.values(layer)
+
+    def _stored_elsewhere(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the other module's parameters with their keys in a state dict."""
+        home, place = path.rpartition(f"{NAME}.")[0], self._place_in_owner
+        for name in (place.name, place.bias):
+            if name:
+                yield home + name, self._owner().get_parameter(name)  # type: ignore[union-attr]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         layer, others = cast(Any, self), cast(Any, super())
