@@ -327,7 +327,7 @@ def refresh(modules: Sequence[Any]) -> None:
 
 
 def _note_graph(written: Sequence[Tensor]) -> None:
-    """Note that an optimizer in a graph writes to these values: a graph has the memory of a shard, and not the shard."""
+    """Note that an optimizer in a graph writes to these values: a graph has a shard's memory, and not the shard."""
     places = {t.untyped_storage().data_ptr() for t in written} if _sources else set()
     for source in [one for one in _sources if one.has_memory(places)]:
         source.note_write()
