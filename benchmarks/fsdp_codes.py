@@ -86,6 +86,7 @@ def stepping(plan: argparse.Namespace, recipe: str, codes: bool, way: str, devic
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a replay of a step."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,8 +96,12 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    graph.replay()
-    return graph.replay
+
+    def replay(model_and_optimizer: object = step) -> None:  # a graph writes to their memory, and does not keep it
+        graph.replay()
+
+    replay()
+    return replay
 
 
 def timed(step: Callable[[], None], synchronize: Callable[[], None]) -> list[float]:
