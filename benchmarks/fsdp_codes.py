@@ -87,6 +87,7 @@ def stepping(plan: argparse.Namespace, recipe: str, codes: bool, way: str, devic
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a replay of a step."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -97,11 +98,10 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
 
-    def replay() -> None:
+    def replay(model_and_optimizer: object = step) -> None:  # a graph writes to their memory, and does not keep it
         graph.replay()
 
     replay()
-    replay.step = step  # type: ignore[attr-defined]  # the graph uses the memory of its model
     return replay
 
 

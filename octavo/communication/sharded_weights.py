@@ -145,6 +145,7 @@ class WeightSource:
     def forget(self) -> None:
         """Drop what was made from the shard: it, or a scale of its codes, has changed."""
         self.codes: Parts = ()
+        self.observed = False  # whether fp8-delayed's running amax has that of these codes
         self.own_amaxes: Tensor | None = None  # bits, by row and by column
         self.amaxes: Tensor | None = None  # the largest of all ranks
 
@@ -206,10 +207,12 @@ class WeightSource:
         keep = not self.replayed and not is_capturing()
         if not keep:  # Python does not see what a replay writes: each gather of a capture casts
             self.forget()
+        observes = recipe.stateful and layer.training and not process.dry  # FSDP2 gathers without gradients
         if not self.codes:
-            self.codes = self._cast(layer, recipe, _padded(values, rows))
-        if recipe.stateful and layer.training and not process.dry:  # FSDP2 gathers without gradients
+            self.codes = self._cast(layer, recipe, _padded(values, rows), observes)
+        elif observes and not self.observed:  # it was cast in eval mode
             self.observe(layer, values)
+        self.observed = self.observed or observes
         codes, scale, *level2 = self.codes
         if not keep:
             self.forget()
@@ -234,17 +237,17 @@ class WeightSource:
             title = "A layer" if layer is None else layer.op_describe()
             warn_caller(f"gather_codes: {title} gathers values, because {why}. Such layers send as without it.")
 
-    def _cast(self, layer: Any, recipe: Recipe, values: Tensor) -> Parts:
+    def _cast(self, layer: Any, recipe: Recipe, values: Tensor, observes: bool) -> Parts:
         """Cast this rank's rows by the scales of the whole weight."""
         kind = Kind(layer.NAME, recipe.key, tuple(values.shape))
         contract: Any = LAYERS[layer.NAME]
         proto = TensorProto(kind.shape, values.dtype, values.device)
         row = room_of(contract.abstract_weight(contract.config(kind.key), proto)[0])
-        _, inverse_scales = layer._scaling.of_weight(layer, recipe, False)
+        amaxes, inverse_scales = layer._scaling.of_weight(layer, recipe, observes)
         bits: Parts = ()
         if any(map(scales_whole, self._specs())) and (not recipe.stateful or len(inverse_scales) > 1):
             bits = self._agreed(layer, values).unsqueeze(1).unbind()
-        quantize_into(kind, WeightCast(values, row, (), (), inverse_scales, None, bits))
+        quantize_into(kind, WeightCast(values, row, (), amaxes, inverse_scales, None, bits))
         self.casts += 1
         return row
 
@@ -314,7 +317,7 @@ def refresh(modules: Sequence[Any]) -> None:
             continue
         recipe = source._recipe()
         if recipe is not None and recipe.stateful:
-            source.codes = ()
+            source.codes, source.observed = (), False
             continue
         shard = local_part(module._parameters["weight"])
         if source.amaxes is None and type(shard) is ShardedWeight and any(map(scales_whole, source._specs())):

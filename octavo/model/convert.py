@@ -37,7 +37,7 @@ from octavo.model.selection import (
 )
 from octavo.model.third_party import third_party_experts
 from octavo.model.third_party.third_party_experts import is_experts, is_third_party
-from octavo.model.third_party.third_party_linear import class_for, is_patched, stock_class, unpatch
+from octavo.model.third_party.third_party_linear import class_for, is_patched, planned_forward, stock_class, unpatch
 from octavo.ops.linear import Linear
 from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
@@ -264,9 +264,12 @@ def _change(module: Any, path: str, recipe: Any, strict: bool) -> None:
     elif is_experts(module):
         third_party_experts.convert(module, path, recipe, strict)
     else:
+        wrap = planned_forward(module)
         unpatch(module)
         module.__class__ = class_for(type(module))
         module._set_up(recipe, strict=strict, path=path)
+        if wrap is not None:
+            wrap()
 
 
 def _changes(planned: list[Plan]) -> Iterator[str]:

@@ -24,7 +24,14 @@ from octavo.model.policy import MatchedPolicy, Policy, PolicyRule, around, layer
 from octavo.model.third_party import third_party_experts
 from octavo.model.third_party.linear_trial import differs
 from octavo.model.third_party.third_party_experts import is_experts, layers_of
-from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain, patched_reason
+from octavo.model.third_party.third_party_linear import (
+    clashes,
+    class_for,
+    is_patched,
+    is_plain,
+    patched_reason,
+    planned_forward,
+)
 from octavo.moe.router import Router
 from octavo.ops.inputs import strange
 from octavo.ops.published_codes import unsupported_codes_reason
@@ -353,7 +360,7 @@ def _linear_unsupported_reason(module: nn.Linear, forced: bool) -> str:
         return "it is parametrized. Convert it first, then register the parametrization"
     if why := unsupported_codes_reason(module, ["weight"], own_forward=not is_plain(module)):
         return why
-    if is_patched(module):
+    if is_patched(module) and planned_forward(module) is None:
         return patched_reason(module, name_of(module.forward))
     if not is_plain(module) and not forced and (why := differs(module)):
         return (

@@ -231,6 +231,8 @@ class Linear(SplitLayer, nn.Linear):
             return outside.call(self, why, input, is_first_microbatch, fp8_output)
         if type(input) is not Tensor and is_dtensor(type(input)):
             return self._forward_of_dtensor(input, is_first_microbatch, fp8_output)
+        if self.keeps_dtensors and not is_dtensor(type(self.weight)):
+            return self._forward_of_parts(input, is_first_microbatch, fp8_output)
         x = input if type(input) is QTensor else autocast_input("Linear", input, self)
         settings, plain = None, is_first_microbatch is None and not fp8_output and type(x) is Tensor
         if not compiling and plain and x.device.type in call_cache.DEVICES:
@@ -389,16 +391,20 @@ class Linear(SplitLayer, nn.Linear):
                 "Leave it out, or use octavo.distributed.ColwiseParallel and RowwiseParallel in the plan."
             )
         parallel, own = dtensor_calls.parts(self, x)
-        own = autocast_input("Linear", own, self)
+        return dtensor_calls.returned(self, parallel, self._forward_of_parts(own, is_first_microbatch, False))
+
+    def _forward_of_parts(self, x: Any, is_first_microbatch: Flag, fp8_output: bool) -> Any:
+        """Return y of this rank's parts of x and of the weight, where somebody else sends what is between layers."""
+        x = x if type(x) is QTensor else autocast_input("Linear", x, self)
         weight, bias = self._own_part("weight"), self._own_part("bias")
         assert weight is not None
-        check_features(own, weight)
+        check_features(x, weight)
         split = self._split_over_ranks()
         if split is not None:
-            self._check_ranks(split, own, weight, bias)
+            self._check_ranks(split, x, weight, bias)
         as_nodes = takes_nodes((self,))
-        stage = self._stage(own, is_first_microbatch, False, as_nodes, parallel)
-        return dtensor_calls.returned(self, parallel, self._run_stage(stage, own, False, as_nodes))
+        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, self.parallel)
+        return self._run_stage(stage, x, fp8_output, as_nodes)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A weight that a plan of torch has split makes the layer a column or a row layer."""

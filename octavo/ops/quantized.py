@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo._torch.fakes import runs_on_shapes
 from octavo._torch.modules import note_full_sharding
+from octavo._torch.tensors import is_dtensor
 from octavo._torch.tracing import Untraced
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
@@ -134,7 +135,7 @@ class Quantized(RecipeState):
     def _own_part(self, name: str) -> Tensor | None:
         """Return a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
         found: Any = getattr(self, name)
-        return found.to_local() if self.keeps_dtensors and found is not None else found
+        return found.to_local() if self.keeps_dtensors and is_dtensor(type(found)) else found
 
     def _own_parts(self, has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias as kernels read them. Plain parameters come straight from their table, in a fraction

@@ -349,6 +349,24 @@ def test_a_capture_casts_what_its_replays_find(ranks):
         assert_same(found["forward of a capture"][1], found["eager"][1], "codes of twice the weight")
 
 
+def observed(group, rank):
+    """The running amaxes of a model that was called in training, before that in eval mode, and twice; and casts."""
+    found = []
+    for modes in ((True,), (False, True), (True, True)):
+        model = sharded(built("fp8-delayed"), group, True)
+        for mode in modes:
+            model.train(mode)(batch(rank, 0)).sum().backward()
+        layer = model[0]
+        found.append((layer._sharded.casts, layer._hidden._buffers[sharded_weights.AMAXES].clone()))
+    return found
+
+
+def test_a_cast_tells_delayed_scaling_of_the_amax_that_training_has(ranks):
+    for once, later, twice in ranks.run(observed, size=2):
+        assert once[0] == later[0] == twice[0] == 1
+        assert once[1][1] > 0 and torch.equal(later[1], once[1]) and torch.equal(twice[1], once[1])
+
+
 def refused(group, rank):
     model = fully_shard(built("fp8-block"), mesh=DeviceMesh.from_group(group, "cpu"))
     with pytest.raises(octavo.errors.UnsupportedConfig, match="sharded already"):

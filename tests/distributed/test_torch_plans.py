@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -177,6 +177,69 @@ def _own_hooks(group, rank, dtensors, recipe):
     x, dy = data()
     y, dx, _ = trained(model, model, x, dy, recipe)
     return y, dx, type(model.gate).__name__, model.gate.parallel is not None
+
+
+class TensorParallelLayer:
+    """The wrapper that transformers 5 puts in the place of a layer's forward, as far as it decides: with gradients the
+    layer gets DTensors, and without them local parameters and x."""
+
+    def __init__(self, dim):
+        self.dim = dim
+
+    def install_forward(self, module, mesh):
+        original_forward, inside = module.forward, Replicate() if self.dim == 0 else Shard(-1)
+
+        def tp_forward(x):
+            if torch.is_grad_enabled():
+                y = original_forward(DTensor.from_local(x, mesh, [inside], run_check=False))
+            else:
+                own = dict(module._parameters)
+                module._parameters.update({name: p.to_local() for name, p in own.items() if p is not None})
+                y = DTensor.from_local(original_forward(x), mesh, [(Shard(-1), Partial())[self.dim]], run_check=False)
+                module._parameters.update(own)
+            return (y if self.dim == 0 else y.redistribute(placements=[Replicate()])).to_local()
+
+        module.forward = tp_forward
+
+
+def _wrapped(group, rank, recipe):
+    """y and the gradient of x, y without gradients, and whether layers were converted, of a model that is wrapped."""
+    torch.manual_seed(5)
+    model, mesh = Block(), mesh_of(group)
+    for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
+        layer = getattr(model, name)
+        layer.bias = None
+        layer.weight = nn.Parameter(tp_part(layer.weight, mesh, dim))
+        TensorParallelLayer(dim).install_forward(layer, mesh)
+    octavo.convert(model, recipe)
+    x, dy = data()
+    kinds = {type(layer) for layer in (model.gate, model.up, model.down)}
+    y, dx, _ = trained(model, model, x, dy, recipe)
+    with torch.no_grad():
+        quiet = model(x)
+    return y, dx, quiet, kinds == {octavo.Linear}
+
+
+def tp_part(weight, mesh, dim):
+    return DTensor.from_local(
+        weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous(), mesh, [Shard(dim)], run_check=False
+    )
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
+def test_a_model_whose_forwards_were_wrapped_by_a_plan(ranks, recipe):
+    torch.manual_seed(5)
+    model, (x, dy) = Block(), data()
+    for layer in (model.gate, model.up, model.down):
+        layer.bias = None
+    plain = model(x).detach()
+    octavo.convert(model, recipe)
+    y, dx, _ = trained(model, model, x, dy, recipe)
+    for found, own_dx, quiet, converted in ranks.run(_wrapped, recipe, size=2):
+        assert converted
+        assert relative_error(found, y) <= SUMS and relative_error(quiet, y) <= SUMS
+        assert relative_error(own_dx, dx) <= (OWN_SCALES if recipe == "fp8-current" else SUMS)
+        assert relative_error(found, plain) > SUMS  # it did run in low precision
 
 
 class summed(torch.autograd.Function):

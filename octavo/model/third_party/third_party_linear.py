@@ -4,7 +4,9 @@ A converted instance stays an instance of its own class and keeps that class's m
 the state of its recipe are `octavo.Linear`'s.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +34,27 @@ def patched_reason(module: nn.Module, by: str) -> str:
             "then call accelerate.dispatch_model"
         )
     return f"its forward was replaced by {by} on the instance. Convert it before that"
+
+
+# transformers' tensor parallelism wraps a forward to send what the layer needs
+_PLANNED = "TensorParallelLayer.install_forward.<locals>.tp_forward"
+
+
+def planned_forward(module: nn.Module) -> Callable[[], None] | None:
+    """Return what wraps the forward of the module's class again, as transformers' tensor parallelism has wrapped it;
+    None if it has not."""
+    own: Any = module.__dict__.get("forward")
+    if getattr(own, "__qualname__", "") != _PLANNED:
+        return None
+    held = {name: cell.cell_contents for name, cell in zip(own.__code__.co_freevars, own.__closure__, strict=True)}
+    if getattr(held.get("original_forward"), "__func__", None) is not type(module).forward:
+        return None
+
+    def wrap() -> None:
+        module.__dict__.pop("forward", None)
+        held["self"].install_forward(module, held["mesh"])
+
+    return wrap
 
 
 def unpatch(module: nn.Linear) -> None:
