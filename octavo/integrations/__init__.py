@@ -3,6 +3,7 @@
     hugging_face    OctavoCallback, for transformers' Trainer
     accelerate      register, for an Accelerator
     lightning       OctavoCallback, for Lightning's Trainer
+    torchtitan      convert, an override of torchtitan's config
     recipe_file     the state of recipes, as a file beside what the package saves
     weights_file    whether a trainer that loads weights by name has loaded all of them
 

@@ -1,11 +1,13 @@
 """Models and training loops of other packages, converted, trained, saved and loaded.
 
     pip install -r tests/integration/requirements.txt       in an environment of its own; the versions are exact
-    python -m tests.integration                             everything; or some: llama peft --recipe nvfp4 --steps 3
+    python -m tests.integration                             all parts
+    python -m tests.integration loops llama --recipe nvfp4  one of them, with options
 
-Both commands run in the repository's root; the second takes six minutes on two cores. A subject is one model in one
-package's loop. Each is tried in each recipe, on a CPU, from random weights and random tokens; nothing is downloaded.
-The command prints what was converted and what was left, a table, and exits with 1 if anything failed.
+Run these in the repository's root. The parts: `models` tries more than a hundred models of other packages in three
+recipes, and writes the table of docs/models.md; `loops` takes a few of them through the loops of their own packages, in
+every recipe; `resuming` stops and resumes such loops; `published` reads and writes FP8 checkpoints; `scripts` runs the
+scripts of examples/. All run on a CPU, from random weights and random tokens; nothing is downloaded.
 
 pytest collects none of it, since no file here is called test_*: these packages are no requirement of the test suite.
 Without a GPU every GEMM runs as the reference, so nothing here speaks of speed.

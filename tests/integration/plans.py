@@ -1,5 +1,5 @@
 """Models that transformers and torchtitan split by their own plans, over two processes:
-python -m tests.integration.plans [NAME ...] [--recipe R].
+python -m tests.integration plans [NAME ...] [--recipe R].
 
 Each row trains three steps without octavo and converted, on two ranks and in one process, from equal weights. y and the
 gradients of the converted model are those of one process but for the order of sums, or as far as those from those of
@@ -219,7 +219,7 @@ def serve(rank: int, folder: str, names: list[str], recipes: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.integration.plans", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.integration plans", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(NAMES))
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="may be repeated; all of them by default")
     arguments = parser.parse_args(argv)

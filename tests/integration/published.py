@@ -1,4 +1,4 @@
-"""Published FP8 checkpoints with the packages that read them: python -m tests.integration.published [NAME ...].
+"""Published FP8 checkpoints with the packages that read them: python -m tests.integration published [NAME ...].
 
 Each part writes a checkpoint of random weights in a published layout, loads it into a model of transformers that is
 built on the meta device, trains it, saves it, and asks a reader for its values: transformers, compressed-tensors. peft
@@ -185,8 +185,7 @@ def of_peft(layout: str, folder: Path) -> str:
     )
 
 
-def main() -> int:
-    chosen = sys.argv[1:]
+def main(chosen: list[str]) -> int:
     print(f"versions: {', '.join(f'{name} {version(name)}' for name in PACKAGES)}")
     parts = [(f"{kind} by transformers", lambda f, k=kind: of_transformers(k, f)) for kind in MODELS]
     compressed = [name for name in LAYOUTS if name.startswith("compressed-tensors")]
@@ -208,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

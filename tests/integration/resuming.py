@@ -1,6 +1,6 @@
 """Runs that other packages' loops save and resume, with octavo.integrations: six steps, and three and three more.
 
-    python -m tests.integration.resuming                    or some: trainer --recipe nvfp4
+    python -m tests.integration resuming                    or some: trainer --recipe nvfp4
 
 Each loop trains six steps. Then it trains three, saves in its own way, and another process builds everything anew,
 resumes, and trains three more: losses, weights, optimizer and state of recipes must have the same bits. A run that
@@ -199,12 +199,12 @@ def differences(loop: str, recipe: str, wanted: dict[str, Any], integrated: bool
     return [name for name, value in wanted.items() if {**second, "losses": losses}[name] != value]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.integration.resuming")
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.integration resuming")
     parser.add_argument("loops", nargs="*", help=f"of {', '.join(LOOPS)}; all of them by default")
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="may be repeated; all of them by default")
     parser.add_argument("--second", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.second:
         loop, folder, recipe, integrated = json.loads(arguments.second)
         print("\n" + json.dumps(LOOPS[loop](Path(folder), recipe, HALF, STEPS, bool(int(integrated)))))

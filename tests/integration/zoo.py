@@ -101,27 +101,29 @@ SOUNDS = ["wav2vec2", "hubert"]
 def entries() -> Iterator[tuple[str, Entry]]:
     """Yield all models by name, whichever packages are installed."""
     for kind in CAUSAL:
-        yield kind, _transformers(kind, "AutoModelForCausalLM", _text)
+        yield kind, transformers_entry(kind, "AutoModelForCausalLM", text)
     for kind in CLASSIFIERS:
-        yield kind, _transformers(kind, "AutoModelForSequenceClassification", _classified)
+        yield kind, transformers_entry(kind, "AutoModelForSequenceClassification", classified)
     for kind in SEQUENCES:
-        yield kind, _transformers(kind, "AutoModelForSeq2SeqLM", _text)
+        yield kind, transformers_entry(kind, "AutoModelForSeq2SeqLM", text)
     for kind in IMAGES:
-        yield kind, _transformers(kind, "AutoModelForImageClassification", _images)
+        yield kind, transformers_entry(kind, "AutoModelForImageClassification", images)
     for kind in SOUNDS:
-        yield kind, _transformers(kind, "AutoModelForCTC", _sounds)
-    yield "whisper", _transformers("whisper", "AutoModelForSpeechSeq2Seq", _mels)
+        yield kind, transformers_entry(kind, "AutoModelForCTC", _sounds)
+    yield "whisper", transformers_entry("whisper", "AutoModelForSpeechSeq2Seq", _mels)
     for kind in ("mixtral", "gpt_oss"):
-        yield f"{kind}, LoRA on experts", _adapted(_transformers(kind, "AutoModelForCausalLM", _text))
+        yield f"{kind}, LoRA on experts", _adapted(transformers_entry(kind, "AutoModelForCausalLM", text))
     yield from _timm()
     yield from _diffusers()
+    yield from _litgpt()
+    yield from _titan()
     yield from _torch()
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-def _transformers(kind: str, auto: str, batch: Callable[[int], Batch]) -> Entry:
+def transformers_entry(kind: str, auto: str, batch: Callable[[int], Batch]) -> Entry:
     def build() -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
         mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
@@ -155,16 +157,16 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _text(seed: int) -> Batch:
+def text(seed: int) -> Batch:
     tokens = torch.randint(3, VOCABULARY, (2, 24), generator=_generator(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _classified(seed: int) -> Batch:
-    return {**_text(seed), "labels": torch.tensor([0, 1])}
+def classified(seed: int) -> Batch:
+    return {**text(seed), "labels": torch.tensor([0, 1])}
 
 
-def _images(seed: int) -> Batch:
+def images(seed: int) -> Batch:
     return {"pixel_values": torch.randn(2, 3, 32, 32, generator=_generator(seed)), "labels": torch.tensor([0, 1])}
 
 
@@ -255,6 +257,51 @@ def _diffusers() -> Iterator[tuple[str, Entry]]:
             return getattr(importlib.import_module("diffusers"), name)(**settings)
 
         yield f"diffusers {name}", Entry("diffusers", build, batch, _squared)
+
+
+def _predicted(model: nn.Module, batch: Batch) -> Tensor:
+    scores: Any = model(batch["input_ids"])
+    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), batch["labels"].flatten())
+
+
+def _litgpt() -> Iterator[tuple[str, Entry]]:
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "padded_vocab_size": VOCABULARY, "block_size": 64}
+    gated = {**sizes, "n_query_groups": 2, "intermediate_size": 128}
+    models: dict[str, dict[str, Any]] = {
+        "pythia-14m": {**sizes, "intermediate_size": 128},
+        "Llama-3.2-1B": gated,
+        "Gemma-2-2b": {**gated, "head_size": 16},
+        "Mixtral-8x7B-v0.1": {**gated, "n_expert": 4},
+    }
+    for name, settings in models.items():
+
+        def build(name: str = name, settings: dict[str, Any] = settings) -> nn.Module:
+            litgpt = importlib.import_module("litgpt")
+            return litgpt.GPT(litgpt.Config.from_name(name, **settings))
+
+        yield f"litgpt {name}", Entry("litgpt", build, text, _predicted)
+
+
+def _titan() -> Iterator[tuple[str, Entry]]:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch["input_ids"]
+        scores: Any = model(ids, positions=torch.arange(ids.shape[1]).expand_as(ids))
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), batch["labels"].flatten())
+
+    for name, flavor in (("llama3", "debugmodel"), ("qwen3", "debugmodel"), ("deepseek_v3", "debugmodel")):
+
+        def build(name: str = name, flavor: str = flavor) -> nn.Module:
+            config = importlib.import_module(f"torchtitan.models.{name}").model_registry(flavor).model
+            attention = importlib.import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+            config.layers = config.layers[:2]
+            for layer in config.layers:
+                layer.attention.inner_attention = attention.Config()  # flex attention has no backward on a CPU
+            model = config.build()
+            with torch.no_grad():
+                model.init_states()
+            return model
+
+        yield f"torchtitan {name} {flavor}", Entry("torchtitan", build, text, loss)
 
 
 def _torch() -> Iterator[tuple[str, Entry]]:

@@ -1,6 +1,6 @@
 """octavo.integrations, with stand-ins for the packages: what is attached, saved, loaded and refused.
 
-`python -m tests.integration.resuming` runs them with the packages themselves.
+`python -m tests.integration resuming` runs them with the packages themselves.
 """
 
 import importlib
