@@ -6,7 +6,8 @@ import time
 
 import torch
 
-# the table of docs/models.md, models in loops of their packages, runs that resume, published checkpoints, plans of ranks, examples/
+# the table of docs/models.md, models in loops of their packages, runs that resume, published checkpoints, models that
+# are split by their own plans, examples/
 PARTS = ("models", "loops", "resuming", "published", "plans", "scripts")
 
 
