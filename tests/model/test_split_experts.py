@@ -150,6 +150,7 @@ def _replicated(group, rank):
     return {key: t for key, t in octavo.state_dict(model).items() if "encode" in key}
 
 
+@pytest.mark.slow
 def test_each_expert_agrees_on_amaxes_with_the_ranks_that_have_it(ranks):
     found = ranks.run(_replicated)
     assert found[0]
