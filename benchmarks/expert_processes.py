@@ -71,6 +71,7 @@ class Attempts:
         for recipe in self.recipes:
             for payload in PAYLOADS.get(recipe, ("values",)):
                 yield f"{recipe}, {payload}", lambda recipe=recipe, payload=payload: self.bits(recipe, payload)
+        yield "two layers", lambda: self.layers(self.recipes[-1])
         yield "no tokens on a rank", lambda: self.uneven(self.recipes[-1])
         if self.device.type == "cuda":
             yield "captured", lambda: self.captured(self.recipes[-1])
@@ -91,6 +92,19 @@ class Attempts:
         """Bits of values; with codes columns are made of row codes, so that gradients of weights are near."""
         found = stepped(self.split(recipe, engine="symmetric", payload=payload), *self.batch(self.rank))
         return alike(found, self.whole(recipe), 0.0 if payload == "values" else 0.1)
+
+    def layers(self, recipe: str) -> bool:
+        """Two layers of one memory, by dx."""
+        found = []
+        for settings, ranks in (({"engine": "symmetric", "payload": "values"}, [self.rank]), ({}, range(self.ranks))):
+            make = self.split if settings else self.mixture
+            own = settings or {"dispatcher": moe.LocalDispatch()}
+            first, second = (make(recipe, **own) for _ in range(2))
+            x, dy = (torch.cat(parts) for parts in zip(*[self.batch(r) for r in ranks], strict=True))
+            h = first(x.requires_grad_())
+            second(h + x).backward(dy)  # type: ignore[no-untyped-call]
+            found.append(x.grad if settings else x.grad.chunk(self.ranks)[self.rank])
+        return torch.equal(*found)
 
     def uneven(self, recipe: str) -> bool:
         model = self.split(recipe, engine="symmetric", capacity=self.tokens * self.top_k)

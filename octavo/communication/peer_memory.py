@@ -7,7 +7,9 @@ Ranks wait for each other at `barrier`: on a GPU the streams do, and the host do
 One memory serves all layers of a group, one after the other: nobody may keep a view of it beyond the next barrier.
 """
 
+import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -136,9 +138,10 @@ def _mapped_gpus(size: int, group: str, device: torch.device, where: str) -> tup
 
 def _mapped_files(size: int, group: str, where: str) -> list[Tensor]:
     """Return files that the ranks of one machine map; nothing is left of them when the processes end."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    own = os.path.join(folder, f"octavo-{uuid4().hex}")
     ranks, mine = size_of(group), rank_of(group)
+    # memory where there is enough: a write to a mapped file that has no room ends the process
+    in_memory = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2 * ranks * size
+    own = os.path.join("/dev/shm" if in_memory else tempfile.gettempdir(), f"octavo-{uuid4().hex}")
     try:
         first = torch.from_file(own, shared=True, size=size, dtype=torch.uint8, device="cpu")
         name = torch.zeros(NAME, dtype=torch.uint8, device="cpu")
@@ -158,5 +161,5 @@ def _mapped_files(size: int, group: str, where: str) -> list[Tensor]:
         collectives.gather(there, ranks, group, where)  # all have mapped it
         return found
     finally:
-        if os.path.exists(own):
+        with contextlib.suppress(OSError):
             os.unlink(own)

@@ -19,6 +19,7 @@ from octavo.errors import UnsupportedShape
 from octavo.kernels.peer_rows import HEIGHT, get, put
 from octavo.moe.expert_exchange import Ranks
 from octavo.moe.permutation import Permutation, sort, unpermute
+from octavo.runtime.caller_memory import release
 
 BESIDE = 16  # bytes of a row of codes beyond its values' in the memory
 
@@ -143,7 +144,10 @@ class Symmetric:
         if part == "leaving" and not _is_in(rows, results):
             results.copy_(rows.detach())  # of layers that write where they like
         self._barrier()
-        return get(out, self.places, self.memory.part(part))
+        get(out, self.places, self.memory.part(part))
+        if part == "arriving" and dx is not None:
+            release(dx)  # the next layer of this backward writes its dx there
+        return out
 
     def sent_there(self, rows: Tensor) -> Tensor:
         """Return rows of this rank's experts that tokens send, in memory of their own."""

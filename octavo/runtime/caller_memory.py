@@ -62,6 +62,15 @@ def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
         _values.setdefault(_allocation(buffer), []).append(found)
 
 
+def release(buffer: Tensor) -> None:
+    """Forget the values in a buffer: the one operation that takes them has read them, and others may be written."""
+    first, end = span(buffer)
+    with _lock:
+        key = _allocation(buffer)
+        if key in _values:
+            _values[key] = [v for v in _values[key] if not (v.first < end and first < v.end)]
+
+
 def _is_there(value: _Value, task: int) -> bool:
     return value.task == task if value.tensor is None else value.tensor() is not None
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -58,11 +59,11 @@ def data(rank):
     return torch.randn(T, D).bfloat16(), torch.randn(T, D).bfloat16()
 
 
-def step(model, x, dy):
+def step(model, x, dy, group=None):
     leaf = x.clone().requires_grad_()
     y = model(leaf)
     y.backward(dy)
-    octavo.step(model)
+    octavo.step(model, group)
     return [y.detach(), leaf.grad, *(model.experts.get_parameter(name).grad for name in WEIGHTS[model.kind])]
 
 
@@ -117,6 +118,46 @@ def test_ranks_compute_what_one_process_does(ranks, case):
         optimizer.step()
         found = [torch.cat(parts) for parts in zip(*[answer[i] for answer in answers], strict=True)]
         assert_equal(found, want, f"{case}, step {i}")
+
+
+def _compiled(group, rank, kind):
+    found = []
+    for compiles in (False, True):
+        model = split(kind, group, engine="padded")
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        x, dy = data(rank)
+        leaf = x.requires_grad_()
+        y = call(leaf)
+        y.backward(dy)
+        found.append([y.detach(), leaf.grad, *(model.experts.get_parameter(name).grad for name in WEIGHTS[kind])])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gated", "titan"])
+def test_graphs_have_the_bits_of_eager(ranks, kind):
+    for eager, compiled in ranks.run(_compiled, kind, size=2):
+        assert_equal(compiled, eager)
+
+
+def _replicated(group, rank):
+    """Two pairs of ranks with the same experts: steps that agree on amaxes over all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = block("gated", "fp8-delayed")
+    parallelize_module(model, mesh["ep"], {"experts": moe.ExpertwiseParallel()})
+    for _ in range(2):
+        step(model, *data(rank), group)
+    return {key: t for key, t in octavo.state_dict(model).items() if "encode" in key}
+
+
+@pytest.mark.slow
+def test_each_expert_agrees_on_amaxes_with_the_ranks_that_have_it(ranks):
+    found = ranks.run(_replicated)
+    assert found[0]
+    for key in found[0]:
+        assert_same(found[2][key], found[0][key])
+        assert_same(found[3][key], found[1][key])
+    assert any(not torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def _saved(group, rank, kind, folder):

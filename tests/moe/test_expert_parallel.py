@@ -56,6 +56,39 @@ def test_numbers_of_tokens_may_differ_and_one_rank_may_have_none(ranks):
     compare(ranks, 4, [("fp8-block", "all-to-all", "codes"), ("bf16", "all-to-all", "values")], [30, 0, 1, 57])
 
 
+def _uneven(group, rank, engine, tokens):
+    """Several calls of one layer with other numbers of tokens, for which there is room."""
+    model = mixture("fp8-block", dispatcher=moe.ExpertParallel(group, engine=engine, capacity=200, payload="codes"))
+    found = [step(model, *data(rank, call[rank])) for call in tokens]
+    return found, model.overflow()
+
+
+@pytest.mark.parametrize("engine", ["padded", "symmetric"])
+def test_numbers_of_tokens_may_differ_where_there_is_room(ranks, engine):
+    tokens = [(30, 57), (0, 90), (70, 0), (0, 0)]
+    answers = ranks.run(_uneven, engine, tokens, size=2)
+    for i, call in enumerate(tokens):
+        found = joined([calls[i] for calls, _ in answers])
+        assert_equal(found, in_one_process("fp8-block", 2, True, list(call)), f"call {i}")
+    assert [dropped for _, dropped in answers] == [0, 0]
+
+
+def _with_nan(group, rank, engine):
+    model = mixture("fp8-block", dispatcher=moe.ExpertParallel(group, engine=engine))
+    x, dy = data(rank)
+    if rank == 1:
+        x[3] = torch.nan
+    y, dx, dw, _ = step(model, x, dy)
+    return y.isnan().any(1).nonzero()[:, 0].tolist(), dx.isnan().any(1).nonzero()[:, 0].tolist(), dw.isnan().any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_that_is_nan_stays_one_row(ranks, engine):
+    (y, dx, _), (others_y, others_dx, _) = answers = ranks.run(_with_nan, engine, size=2)
+    assert (y, dx) == ([], []) and (others_y, others_dx) == ([3], [3])
+    assert any(dw for *_, dw in answers)  # and the experts that saw it learn that it was
+
+
 def _sent(group, rank):
     """The bytes and addresses of a call, by payload."""
     found, send = {}, dist.all_to_all_single

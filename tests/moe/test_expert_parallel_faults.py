@@ -53,7 +53,7 @@ except RuntimeError as error:
      ("all-to-all", "dies before backward", "all-to-all of torch.uint8"),
      pytest.param("all-to-all", "raises", "all-to-all of torch.float32", marks=pytest.mark.slow),
      pytest.param("symmetric", "stops", "all-gather of torch.int64", marks=pytest.mark.slow),
-     ("symmetric", "dies before backward", "barrier of torch.int32"),
+     pytest.param("symmetric", "dies before backward", "barrier of torch.int32", marks=pytest.mark.slow),
      pytest.param("symmetric", "raises", "barrier of torch.int32", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_rank_that_is_gone_is_told_within_the_timeout(tmp_path, engine, fault, what):

@@ -129,9 +129,10 @@ def test_shapes_alone_are_enough_for_shapes(way):
         assert model(torch.empty(8, D)).shape == (8, D)
 
 
-def _deep(group, rank, recomputes):
+def _deep(group, rank, recomputes, engine):
     """Two layers, two microbatches in flight."""
-    layers = torch.nn.ModuleList(mixture("fp8-block", dispatcher=moe.ExpertParallel(group)) for _ in range(2))
+    dispatcher = moe.ExpertParallel(group, engine=engine)
+    layers = torch.nn.ModuleList(mixture("fp8-block", dispatcher=dispatcher) for _ in range(2))
 
     def call(x):
         for each in layers:
@@ -145,6 +146,9 @@ def _deep(group, rank, recomputes):
     return [y.detach() for y in outputs] + [x.grad for x in leaves] + [p.grad for p in layers.parameters()]
 
 
-def test_layers_that_run_again_in_backward_send_again(ranks):
-    for found, want in zip(ranks.run(_deep, True, size=2), ranks.run(_deep, False, size=2), strict=True):
+@pytest.mark.parametrize(("engine", "recomputes"), [("auto", True), ("symmetric", False), ("symmetric", True)])
+def test_layers_that_run_again_in_backward_send_again(ranks, engine, recomputes):
+    """Layers of `symmetric` share one memory, also those of one backward."""
+    right = ranks.run(_deep, False, "all-to-all", size=2)
+    for found, want in zip(ranks.run(_deep, recomputes, engine, size=2), right, strict=True):
         assert_equal(found, want)
