@@ -248,8 +248,8 @@ def gathered(
     scaling, delayed = layer._scaling, recipe.stateful
     measures, observes = delayed and scaling.uncalibrated.x, _observes(layer, recipe)
     key = (
-        parallel.group, parallel.gather_again, parallel.row_codes_only, recipe.key, x.dtype, trains, measures, observes, as_nodes,
-        x.requires_grad and torch.is_grad_enabled(),
+        parallel.group, parallel.gather_again, parallel.row_codes_only, recipe.key, x.dtype, trains, measures, observes,
+        as_nodes, x.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
     found = shared_rows.find(layer, source, key)
     if found is None:
