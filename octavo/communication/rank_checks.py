@@ -133,10 +133,14 @@ def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> 
     wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
              (("dx", x), ("dw", weight), ("db", bias))}  # fmt: skip
     if column and sequence:
-        return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
+        how = f", gather_again={parallel.gather_again}, row_codes_only={parallel.row_codes_only}"
+        return f", dx={wants['dx']}, dw={wants['dw']}{how}"
     if column:
         return f", dx={wants['dx']}"
-    return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}" if sequence else ""
+    if not sequence:
+        return ""
+    how = f", row_codes_only={parallel.row_codes_only}" if parallel.row_codes_only else ""
+    return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}{how}"
 
 
 def _unknown_scales(layer: Any, recipe: Recipe) -> str:

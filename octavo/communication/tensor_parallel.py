@@ -45,6 +45,7 @@ class Parallel(NamedTuple):
     group: str  # its name
     gather_again: bool = False  # backward gathers x's codes again, rather than keep those of all ranks
     blocks: int = 1  # of output features, each of which is split: two for the halves of a gated activation
+    row_codes_only: bool = False  # column codes follow from gathered row codes
     ranks: int = 1  # of the group when the layer was made: the weight is the part of one of so many
 
     def size(self) -> int:
@@ -60,7 +61,7 @@ class Parallel(NamedTuple):
 
 def parallel_of(
     title: str, parallel_mode: str | None, sequence_parallel: bool, tp_group: Any, gather_again: bool = False,
-    blocks: int = 1,
+    blocks: int = 1, row_codes_only: bool = False,
 ) -> Parallel | None:  # fmt: skip
     """Return the settings of a layer; None if it is not parallel."""
     if type(blocks) is not int or blocks < 1:
@@ -73,6 +74,12 @@ def parallel_of(
             f"{title}(gather_again=True) is for a column layer with sequence_parallel=True, which gathers x, and this "
             f"layer has parallel_mode={parallel_mode!r} and sequence_parallel={sequence_parallel!r}. Leave it out."
         )
+    if row_codes_only and (gather_again or not sequence_parallel):
+        raise UnsupportedConfig(
+            f"{title}(row_codes_only=True) is for sequence_parallel=True without gather_again, where rows are gathered "
+            f"once, and this layer has sequence_parallel={sequence_parallel!r}, gather_again={gather_again!r}. Leave "
+            "one of them out."
+        )
     if parallel_mode is None:
         for name, value in (("sequence_parallel", sequence_parallel), ("tp_group", tp_group)):
             if value not in (None, False):
@@ -84,7 +91,7 @@ def parallel_of(
     check_choice(parallel_mode, MODES, what=f"{title}.parallel_mode")
     check_choice(sequence_parallel, (False, True), what=f"{title}.sequence_parallel")
     group = name_of(tp_group)
-    return Parallel(parallel_mode, sequence_parallel, group, gather_again, blocks, size_of(group))
+    return Parallel(parallel_mode, sequence_parallel, group, gather_again, blocks, row_codes_only, size_of(group))
 
 
 @while_tracing
@@ -202,10 +209,10 @@ def gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
     return GatherPlan(*_gather_plan_now(recipe_key, trains))
 
 
-def why_values(recipe: Recipe, trains: bool, rows: int) -> str:
+def why_values(recipe: Recipe, trains: bool, rows: int, row_codes_only: bool = False) -> str:
     """Return why a rank's rows of x are gathered as values rather than codes; empty if as codes."""
     plan = gather_plan(recipe.key, trains)
-    for height in plan.heights:
+    for height in gather_plan(recipe.key, False).heights if row_codes_only else plan.heights:
         if rows % height:
             return f"the rows of a rank do not fill blocks of {height}, which share a scale"
     return plan.why_values
@@ -241,8 +248,8 @@ def gathered(
     scaling, delayed = layer._scaling, recipe.stateful
     measures, observes = delayed and scaling.uncalibrated.x, _observes(layer, recipe)
     key = (
-        parallel.group, parallel.gather_again, recipe.key, x.dtype, trains, measures, observes, as_nodes,
-        x.requires_grad and torch.is_grad_enabled(),
+        parallel.group, parallel.gather_again, parallel.row_codes_only, recipe.key, x.dtype, trains, measures, observes,
+        as_nodes, x.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
     found = shared_rows.find(layer, source, key)
     if found is None:
@@ -262,13 +269,14 @@ def _gather(layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: b
     rows = math.prod(x.shape[:-1])
     ranks = size, parallel.group, where
     again = parallel.gather_again and not as_nodes and trains
-    if why_values(recipe, trains, rows):
+    if why_values(recipe, trains, rows, parallel.row_codes_only):
         values = collectives.all_gather(x, *ranks)
         if not again or recipe.linear().wgrad.mode != "high_precision":  # the layer saves no values
             return SharedRows(values)
         return SharedRows(values, again=GatherAgain(_values_again(x.detach(), values, *ranks)))
     has_columns = gather_plan(recipe.key, trains).has_columns
-    row_parts, column_parts, amax = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
+    own_columns = has_columns and not parallel.row_codes_only
+    row_parts, column_parts, amax = _cast(layer, parallel, recipe, x.detach(), own_columns, as_nodes)
     quant = recipe.linear()
     assert quant.fprop.left is not None
     q = layer._rows_to_gather(x.detach(), quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype))
@@ -278,11 +286,19 @@ def _gather(layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: b
     if not has_columns:
         again_context = GatherAgain(_rows_again(q, whole, *ranks)) if again else None
         return SharedRows(whole, (), again_context, q, amax)
+    if not own_columns:
+        return SharedRows(whole, _columns_of(layer, parallel, recipe, whole, as_nodes), own=q, amax=amax)
     spec = quant.wgrad.right
     assert spec is not None
     if again:  # the layer saves this rank's codes, which backward replaces by those of all ranks
         return SharedRows(whole, column_parts, GatherAgain(_columns_again(column_parts, spec, *ranks)), q, amax)
     return SharedRows(whole, gather_columns(column_parts, spec, *ranks), own=q, amax=amax)
+
+
+def _columns_of(layer: Any, parallel: Parallel, recipe: Recipe, whole: QTensor, as_nodes: bool) -> Parts:
+    """Return column codes of the rows of all ranks, from the values of their row codes."""
+    rows = QTensor(whole.codes, whole.scale, whole.spec, whole.shape, whole.dtype, whole.global_scale)
+    return _cast(layer, parallel, recipe, rows.dequantize(), True, as_nodes)[1]
 
 
 Again = list[tuple[Tensor, Callable[[], Tensor]]]

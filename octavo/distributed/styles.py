@@ -29,6 +29,7 @@ class _Style(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        row_codes_only: bool = False,
     ) -> None:
         super().__init__()
         # outside of a pair of column and row layers ranks have whole rows, and inside of it a part of the features
@@ -48,6 +49,7 @@ class _Style(ParallelStyle):
         self.sequence_parallel = outside == Shard(0)
         self.input_layouts, self.output_layouts = (outside, inside) if self.MODE == "column" else (inside, outside)
         self.use_local_output = use_local_output
+        self.row_codes_only = row_codes_only
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = type(self).__name__
@@ -68,7 +70,9 @@ class _Style(ParallelStyle):
         self._check_packed(module)
         distribute = partial(distribute_tensor, src_data_rank=self.src_data_rank)
         keep_dtensors(module, self.MODE, device_mesh, distribute)
-        module.set_tensor_parallel_group(device_mesh, self.MODE, self.sequence_parallel)
+        module.set_tensor_parallel_group(
+            device_mesh, self.MODE, self.sequence_parallel, row_codes_only=self.row_codes_only
+        )
         module.register_forward_pre_hook(self._enter)
         if not self.use_local_output:
             module.register_forward_hook(_Leave(device_mesh, self.output_layouts))
@@ -118,6 +122,7 @@ class ColwiseParallel(_Style):
             (sequence parallelism), which are gathered as codes where the recipe allows it.
         output_layouts: Shard(-1), the features of this rank.
         use_local_output: True returns a plain tensor; False a DTensor.
+        row_codes_only: as in `octavo.Linear`; with Shard(0).
 
     Raises:
         UnsupportedConfig: a layout is another one.
@@ -139,6 +144,7 @@ class RowwiseParallel(_Style):
         output_layouts: Replicate(), the default: y is summed over ranks. Shard(0): each rank gets a part of the rows of
             the sum (sequence parallelism).
         use_local_output: True returns a plain tensor; False a DTensor.
+        row_codes_only: as in `octavo.Linear`; with Shard(0).
 
     Raises:
         UnsupportedConfig: a layout is another one.

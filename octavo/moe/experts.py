@@ -38,6 +38,7 @@ PARALLEL = (
     "tp_group",
     "gather_again",
     "column_blocks",
+    "row_codes_only",
     "ep_group",
 )  # keywords of layers
 

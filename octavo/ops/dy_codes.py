@@ -1,5 +1,5 @@
 """The cast of dy before it is gathered: of a row layer under sequence parallelism, where each rank has a part of dy's
-rows and one scale covers all of them."""
+rows."""
 
 from functools import partial
 from typing import Any
@@ -18,17 +18,23 @@ from octavo.runtime.contract import LAYERS
 from octavo.runtime.stage import Stage
 
 
-def cast_of_dy(stage: Stage, group: str, where: str) -> Cast | None:
+def cast_of_dy(stage: Stage, group: str, where: str, row_codes_only: bool) -> Cast | None:
     """Return the cast of this rank's rows of dy, in a call's backward; None if that takes values. Codes of dy serve
-    both of its GEMMs if one scale covers the tensor: their transpose is then dw's operand."""
+    both of its GEMMs if one scale covers the tensor: their transpose is then dw's operand. With `row_codes_only` the
+    values of row codes serve both in other recipes too."""
     layer: Any = LAYERS[stage.name]
     config = layer.config(stage.key)
     pair = config.dy_pair
     spec = pair[0] or pair[1]
     takes_codes = [one == spec for one, wanted in zip(pair, (config.wants_dx, config.wants_dw), strict=True) if wanted]
+    if config.wants_db:
+        return None
+    first = pair[0]
+    if row_codes_only and first is not None and first.block[0] == 1 and first.shipped and not first.is_stochastic:
+        return partial(_cast_rows, first, group, where)
     if spec is None or spec.block != WHOLE or spec.is_stochastic or not spec.shipped or not all(takes_codes):
         return None
-    if config.measures_dy or config.dy_buffers or config.wants_db:
+    if config.measures_dy or config.dy_buffers:
         return None
     inputs, buffers = layer.Inputs._make((None, *stage.inputs)), layer.Buffers._make(stage.buffers)
     part = inputs.scaling[config.dy_scaling] if config.recipe.stateful else ()
@@ -42,6 +48,17 @@ def _cast(spec: Any, part: Any, running_amax: Tensor | None, group: str, where: 
         bits = own_amax(dy, spec).abs().view(torch.int32)
         amax = number_of(collectives.largest(bits, group, where))
         arguments = CastArgs(amax=(amax, amax))
+    q = DENSE.quantize(dy, spec, None, arguments)[0]
+    assert q is not None
+    return QTensor(q.codes, q.scale, q.spec, tuple(dy.shape), dy.dtype, q.global_scale)
+
+
+def _cast_rows(spec: Any, group: str, where: str, dy: Tensor) -> QTensor:
+    arguments = CastArgs()
+    if spec.two_level:
+        bits = own_amax(dy, spec).abs().view(torch.int32)
+        amax = number_of(collectives.largest(bits, group, where))
+        arguments = CastArgs(amax=(amax, None))
     q = DENSE.quantize(dy, spec, None, arguments)[0]
     assert q is not None
     return QTensor(q.codes, q.scale, q.spec, tuple(dy.shape), dy.dtype, q.global_scale)

@@ -97,6 +97,9 @@ class Linear(SplitLayer, nn.Linear):
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
             2 before a gated activation, 3 for a projection to q, k and v of equal sizes. A layer without
             `parallel_mode` keeps it for `set_tensor_parallel_group`.
+        row_codes_only: with `sequence_parallel`, gather x of a column layer and dy of a row layer as row codes alone,
+            half of the bytes, also in recipes that multiply other codes in dw. Those are then cast from the values of
+            the row codes: y stays as it is, and dw differs a little.
 
     Raises:
         UnsupportedConfig: the recipe is unknown, the recipe does not take weights of this dtype, or the settings of
@@ -140,8 +143,10 @@ class Linear(SplitLayer, nn.Linear):
         tp_group: Group = None,
         gather_again: bool = False,
         column_blocks: int = 1,
+        row_codes_only: bool = False,
     ) -> None:
-        parallel = parallel_of("Linear", parallel_mode, sequence_parallel, tp_group, gather_again, column_blocks)
+        settings = sequence_parallel, tp_group, gather_again, column_blocks, row_codes_only
+        parallel = parallel_of("Linear", parallel_mode, *settings)
         sizes = local_sizes("Linear", parallel, in_features, out_features)
         self.column_blocks = column_blocks
         self.parallel = parallel  # read by reset_parameters, which torch's constructor calls
@@ -356,7 +361,7 @@ class Linear(SplitLayer, nn.Linear):
 
     def _dy_cast(self, stage: Stage, parallel: Parallel, where: str) -> Cast | None:
         """Return the cast of a rank's rows of dy before they are gathered; None if values are."""
-        return cast_of_dy(stage, parallel.group, where)
+        return cast_of_dy(stage, parallel.group, where, parallel.row_codes_only)
 
     def _rows_of_all(self, parallel: Parallel, x: Any, source: Any) -> SharedRows:
         """Return x, which all ranks have, for siblings that share the sum of its gradient over ranks."""

@@ -91,7 +91,7 @@ class SplitLayer(Quantized):
 
     def set_tensor_parallel_group(
         self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None,
-        column_blocks: int | None = None,
+        column_blocks: int | None = None, row_codes_only: bool | None = None,
     ) -> None:  # fmt: skip
         """Make a layer work in parallel, or over another group. Its weight and bias are taken as this rank's part.
 
@@ -102,6 +102,7 @@ class SplitLayer(Quantized):
             sequence_parallel: as in the constructor; None keeps the layer's own.
             column_blocks: as in the constructor, where the weight has this rank's part of each block; None keeps the
                 layer's own.
+            row_codes_only: as in the constructor of Linear; None keeps the layer's own.
 
         Raises:
             UnsupportedConfig: the layer has no parallel_mode and none is given, or torch knows no such group.
@@ -126,7 +127,8 @@ sequence_parallel=True)
             raise UnsupportedConfig(
                 f"{self.op_describe()} takes the rows of all ranks on each of them. Leave sequence_parallel out."
             )
-        self.parallel = parallel_of(self.TITLE, mode, sequence, group, blocks=blocks)
+        rows_only = row_codes_only if row_codes_only is not None else old is not None and old.row_codes_only
+        self.parallel = parallel_of(self.TITLE, mode, sequence, group, blocks=blocks, row_codes_only=rows_only)
         self.column_blocks = blocks
         if old is not None and self.parallel is not None:
             self.parallel = self.parallel._replace(gather_again=old.gather_again)

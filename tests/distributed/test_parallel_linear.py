@@ -425,6 +425,7 @@ def test_ranks_that_differ_are_told(ranks, what):
     ("settings", "message"),
     [({"sequence_parallel": True}, "parallel_mode is None"), ({"parallel_mode": "diagonal"}, "diagonal"),
      ({"gather_again": True}, "a column layer with sequence_parallel=True, .* this layer has parallel_mode=None"),
+     ({"row_codes_only": True}, "for sequence_parallel=True without gather_again"),
      ({"gather_again": True, "parallel_mode": "column"}, "parallel_mode='column' and sequence_parallel=False. Lea"),
      ({"gather_again": True, "parallel_mode": "row", "sequence_parallel": True}, "parallel_mode='row' and"),
      ({"tp_group": "tp"}, "parallel_mode is None"), ({"parallel_mode": "row", "tp_group": "tp"}, "not initialized")],

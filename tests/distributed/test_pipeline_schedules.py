@@ -1,5 +1,6 @@
-"""Schedules of torch.distributed.pipelining over two ranks, those that split backward too: gradients and states are
-those of one process that runs the same microbatches, and both passes together run the GEMMs of one backward."""
+"""Schedules of torch.distributed.pipelining over two ranks and four, those that split backward too: gradients and
+states are those of one process that runs the same microbatches, and both passes together run the GEMMs of one
+backward."""
 
 import warnings
 
@@ -26,14 +27,15 @@ from tests.support.linear_oracle import assert_same
 from tests.support.replicas import draw_as_rank
 from tests.support.split_backward import needs_split_backward
 
-WIDTH, ROWS, STEPS, RANKS, MICROBATCHES = 32, 32, 4, 2, 4
-# the stages of each rank, and whether the schedule is called with a list of them
+WIDTH, ROWS, STEPS, MICROBATCHES = 32, 32, 4, 4
+# of n ranks, the stages of rank r
+ONE, LOOP, V = (lambda r, n: [r]), (lambda r, n: [r, r + n]), (lambda r, n: [r, 2 * n - 1 - r])
 SCHEDULES = {
-    "gpipe": (ScheduleGPipe, [[0], [1]]),
-    "1f1b": (Schedule1F1B, [[0], [1]]),
-    "interleaved": (ScheduleInterleaved1F1B, [[0, 2], [1, 3]]),
-    "zero-bubble": (ScheduleInterleavedZeroBubble, [[0, 2], [1, 3]]),
-    "zbv": (ScheduleZBVZeroBubble, [[0, 3], [1, 2]]),
+    "gpipe": (ScheduleGPipe, ONE),
+    "1f1b": (Schedule1F1B, ONE),
+    "interleaved": (ScheduleInterleaved1F1B, LOOP),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, LOOP),
+    "zbv": (ScheduleZBVZeroBubble, V),
 }
 SPLIT = ("zero-bubble", "zbv")
 
@@ -66,9 +68,13 @@ def end_step(part):
     return found, octavo.state_dict(part), sum(len(m._wgrad.queue) for m in part.modules() if hasattr(m, "_wgrad"))
 
 
+def stages_by_rank(schedule, size):
+    return [SCHEDULES[schedule][1](rank, size) for rank in range(size)]
+
+
 def trained(group, rank, schedule, recipe, settings, built):
     """By stage of this rank, what `end_step` finds after each step."""
-    kind, stages_of = SCHEDULES[schedule]
+    kind, stages_of = SCHEDULES[schedule][0], stages_by_rank(schedule, group.size())
     whole = blocks(sum(map(len, stages_of)), recipe, settings)
     own = {i: whole[i] for i in stages_of[rank]}
     builders = {i: dw_builder(part) if built else None for i, part in own.items()}
@@ -89,8 +95,8 @@ def trained(group, rank, schedule, recipe, settings, built):
     return found
 
 
-def expected(schedule, recipe, settings):
-    stages_of = SCHEDULES[schedule][1]
+def expected(schedule, recipe, settings, size):
+    stages_of = stages_by_rank(schedule, size)
     model = blocks(sum(map(len, stages_of)), recipe, settings)
     for rank, stages in enumerate(stages_of):
         for i in stages:
@@ -106,9 +112,9 @@ def expected(schedule, recipe, settings):
     return found
 
 
-def assert_trains_alike(ranks, schedule, recipe, settings=None, built=False):
-    found = ranks.run(trained, schedule, recipe, settings or {}, built, size=RANKS)
-    want = expected(schedule, recipe, {})
+def assert_trains_alike(ranks, schedule, recipe, settings=None, built=False, size=2):
+    found = ranks.run(trained, schedule, recipe, settings or {}, built, size=size)
+    want = expected(schedule, recipe, {}, size)
     for part in found:
         for stage, steps in part.items():
             for step, (gradients, state, waiting) in enumerate(steps):
@@ -138,6 +144,15 @@ def test_stages_train_as_one_process(ranks, schedule, recipe):
 )
 def test_stages_of_every_schedule_and_recipe_train_as_one_process(ranks, schedule, recipe):
     assert_trains_alike(ranks, schedule, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[needs_split_backward] if name in SPLIT else []) for name in SCHEDULES]
+)
+def test_stages_of_four_ranks_train_as_one_process(ranks, schedule, recipe):
+    assert_trains_alike(ranks, schedule, recipe, size=4)
 
 
 @pytest.mark.parametrize("schedule", ["zbv"])

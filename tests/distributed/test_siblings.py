@@ -75,12 +75,12 @@ def made(kind):
     return kind().bfloat16()
 
 
-def split(kind, group, recipe, sequence=True):
+def split(kind, group, recipe, sequence=True, **more):
     model = made(kind)
     octavo.convert(model, recipe)
     outside = Shard(0) if sequence else Replicate()
-    plan = {name: ColwiseParallel(input_layouts=outside) for name in kind.COLUMNS}
-    plan |= {kind.ROW: RowwiseParallel(output_layouts=outside)} if kind.ROW else {}
+    plan = {name: ColwiseParallel(input_layouts=outside, **more) for name in kind.COLUMNS}
+    plan |= {kind.ROW: RowwiseParallel(output_layouts=outside, **more)} if kind.ROW else {}
     return parallelize_module(model, mesh_of(group), plan)
 
 
@@ -112,9 +112,9 @@ def trained(model, x, steps=1):
     return y.detach(), leaf.grad, [p.grad.to_local() for p in model.parameters()]
 
 
-def _sent(group, rank, kind, recipe):
+def _sent(group, rank, kind, recipe, **more):
     x, size = data(kind, group), group.size()
-    theirs, model = stock(kind, group), split(kind, group, recipe)
+    theirs, model = stock(kind, group), split(kind, group, recipe, **more)
     with Wire() as wire:
         trained(theirs, x)
     trained(model, x)  # in its first step fp8-delayed agrees on amaxes
@@ -136,6 +136,51 @@ def test_siblings_send_no_more_than_one_layer(ranks, recipe):
         for share, names in ranks.run(_sent, kind, recipe, size=2):
             assert share <= most, (kind, share)
             assert names.count("reduce_scatter_tensor") == (2 if kind is SwiGLU else 1)
+
+
+# the same with row_codes_only, and how much larger the error of dw is than with codes by column
+ROWS_ONLY = {
+    "fp8-rowwise": (0.76, 0.76, 0.01), "fp8-block": (0.76, 0.76, 0.01), "mxfp8": (0.76, 0.76, 0.01),
+    "nvfp4(stochastic=False)": (0.65, 0.65, 0.25),
+}  # fmt: skip
+
+
+def _rows_only(group, rank, recipe):
+    """Bytes of stock bf16's, whether y is that of column codes, and errors of dx and dw, with those and without."""
+    found = []
+    for kind in (SwiGLU, Projections):
+        share, _ = _sent(group, rank, kind, recipe, row_codes_only=True)
+        (y, dx, dw), (own_y, own_dx, own_dw), (_, right_dx, right_dw) = (
+            trained(split(kind, group, name, **more), data(kind, group))
+            for name, more in ((recipe, {"row_codes_only": True}), (recipe, {}), ("bf16", {}))
+        )
+        errors = [relative_error(one, right_dx) for one in (dx, own_dx)]
+        errors += [max(map(relative_error, one, right_dw)) for one in (dw, own_dw)]
+        found.append((share, torch.equal(y, own_y), *errors))
+    return found
+
+
+@pytest.mark.parametrize("recipe", sampled(ROWS_ONLY, "fp8-block"))
+def test_row_codes_alone_take_less_and_leave_y(ranks, recipe):
+    for found in ranks.run(_rows_only, recipe, size=2):
+        for most, (share, same, dx, own_dx, dw, own_dw) in zip(ROWS_ONLY[recipe], found, strict=False):
+            assert share <= most and same
+            assert dx <= 1.01 * own_dx and dw <= (1 + ROWS_ONLY[recipe][2]) * own_dw
+
+
+def _rows_only_in_a_graph(group, rank, recipe):
+    model = split(Projections, group, recipe, row_codes_only=True)
+    y, dx, dw = trained(model, data(Projections, group))
+    model.compile(backend="aot_eager", fullgraph=True)
+    again, again_dx, again_dw = trained(model, data(Projections, group))
+    return [torch.equal(y, again), relative_error(again_dx, dx) <= SUMS, *map(torch.equal, dw, again_dw)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ROWS_ONLY)
+def test_row_codes_alone_in_a_graph(ranks, recipe):
+    for equal in ranks.run(_rows_only_in_a_graph, recipe, size=2):
+        assert all(equal)
 
 
 def _alike(group, rank, kind, recipe, sequence):

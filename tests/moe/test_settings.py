@@ -24,7 +24,7 @@ def experts(**settings):
 
 every = pytest.mark.parametrize("make", [mixture, dispatched, experts])
 PARALLEL = {"parallel_mode": "column", "tp_group": None, "column_blocks": 2, "sequence_parallel": True,
-            "gather_again": False, "ep_group": None}  # fmt: skip
+            "gather_again": False, "row_codes_only": False, "ep_group": None}  # fmt: skip
 OF_A_MIXTURE = {"tp_group", "ep_group"}
 
 

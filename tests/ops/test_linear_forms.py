@@ -55,7 +55,7 @@ def test_the_constructor_takes_what_nn_linear_takes_in_its_order():
         "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "keep_weight_codes",
         "save_original_input",
         "strict", "parallel_mode", "sequence_parallel", "tp_group", "gather_again",
-        "column_blocks",
+        "column_blocks", "row_codes_only",
     ]  # fmt: skip
 
 
