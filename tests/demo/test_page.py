@@ -126,6 +126,14 @@ def sampled(step, **tensors):
     return {"step": step, "layers": {"blocks.0.down": tensors}, "findings": [f"blocks.0.down: <dy> at {step}"]}
 
 
+def test_regions_of_two_recipes_with_the_same_layers_have_names_of_their_own():
+    samples = [sampled(step, x={"underflow": 0.5, "sqnr": 31.0, "scale": 1.0}) for step in (10, 20)]
+    made = report(BASE, *(run(name, FALLING, numerics=samples) for name in ("mxfp8", "nvfp4")))
+    made["plan"] = {**made["plan"], "every": 10}
+    found = PageReader(page.render(made)).regions
+    assert {"blocks.0.down in mxfp8 by step, table", "blocks.0.down in nvfp4 by step, table"} <= set(found)
+
+
 def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
     samples = [
         sampled(10, x={"underflow": 0.5, "saturated": 0.0, "sqnr": 31.0}, dw={"cosine": 0.999}),
