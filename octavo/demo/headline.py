@@ -8,7 +8,8 @@ from octavo.demo.train_text import gap_text
 from octavo.inspection.heat import HeatMap
 from octavo.inspection.webpage import Card, joined, link
 
-SEED_NOISE = 0.5  # percent: how far another seed moves the gap of a small model after the default's 200 steps
+SEED_SPREAD = 0.5  # percent: the standard deviation of a small model's gap over seeds, after the default's 200 steps
+SEED_NOISE = 2 * SEED_SPREAD  # beyond which one run says something
 FEW_STEPS = 200  # below which seeds differ by more
 ABOVE, WITHIN, BELOW, LOST, STOPPED, RUNNING = "above", "within", "below", "diverged", "stopped", "running"
 BEYOND, UNSURE = " by more than seed noise", ", after too few steps to tell from seed noise"
@@ -23,9 +24,9 @@ SENTENCES: dict[str, Callable[[str, bool], str]] = {
 }
 CARDS = {
     LOST: ("look", "diverged"),
-    ABOVE: ("look", f"above seed noise (± {SEED_NOISE} %)"),
-    WITHIN: ("ok", f"within seed noise (± {SEED_NOISE} %)"),
-    BELOW: ("ok", f"below by more than seed noise (± {SEED_NOISE} %)"),
+    ABOVE: ("look", f"above seed noise (± {SEED_NOISE:g} %)"),
+    WITHIN: ("ok", f"within seed noise (± {SEED_NOISE:g} %)"),
+    BELOW: ("ok", f"below by more than seed noise (± {SEED_NOISE:g} %)"),
     STOPPED: ("look", "interrupted"),
     RUNNING: ("", "still training"),
 }
@@ -65,7 +66,8 @@ def headline(runs: Sequence[dict[str, Any]], steps: int) -> str:
 def caution(steps: int) -> str:
     """Return what the headline does not show."""
     few = f" After {steps} steps, as here, by more." if steps < FEW_STEPS else ""
-    return f"One seed each: another seed moves a gap of a small model by about {SEED_NOISE} %.{few}"
+    seeds = f"another seed moves a gap of a small model by about {SEED_SPREAD} %, now and then by {SEED_NOISE:g} %"
+    return f"One seed each: {seeds}.{few}"
 
 
 def card(run: dict[str, Any], base: dict[str, Any], heat: HeatMap | None, *, gpu: bool) -> Card:

@@ -74,7 +74,7 @@ def figure(curves: Sequence[Curve], caption: str, unit: str, *, zero: bool = Fal
     legend = "".join(map(_legend, curves, strokes))
     return Markup(
         f'<figure><svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
-        f"<figcaption>{escape(caption)}. {legend}{_numbers(scale.steps, curves)}</figcaption></figure>"
+        f"<figcaption>{escape(caption)}. {legend}{_numbers(caption, scale.steps, curves)}</figcaption></figure>"
     )
 
 
@@ -128,11 +128,11 @@ def _legend(curve: Curve, stroke: str) -> str:
     return f'<span><svg width="28" height="8" aria-hidden="true">{line}</svg>{escape(curve.name)}</span>'
 
 
-def _numbers(steps: int, curves: Sequence[Curve]) -> Markup:
+def _numbers(caption: str, steps: int, curves: Sequence[Curve]) -> Markup:
     """Return the table of some steps, the last one among them."""
     listed = sorted({max(1, round(steps * n / LISTED)) for n in range(1, LISTED + 1)})
     rows = [[str(step), *(curve.at(step) for curve in curves)] for step in listed]
-    return folded("The numbers", table("The numbers by step", ("step", *(curve.name for curve in curves)), rows))
+    return folded("The numbers", table(caption, ("step", *(curve.name for curve in curves)), rows))
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -43,7 +43,7 @@ def timelines(samples: Sequence[Sample], heat: HeatMap, recipe: str) -> Markup:
     if len(found) < 2:
         return Markup("")
     layers = heat.ordered()
-    drawn = [_layer(found, layer, heat, min(POINTS, max(8, BUDGET // len(layers)))) for layer in layers[:DRAWN]]
+    drawn = [_layer(found, layer, heat, recipe, min(POINTS, max(8, BUDGET // len(layers)))) for layer in layers[:DRAWN]]
     rest = "".join(drawn[OPEN:])
     more = len(layers) - DRAWN
     parts = [paragraph(SAID, soft=True), *drawn[:OPEN]]
@@ -55,7 +55,7 @@ def timelines(samples: Sequence[Sample], heat: HeatMap, recipe: str) -> Markup:
     return section(f"By step: {recipe}", *parts)
 
 
-def _layer(samples: Sequence[Sample], layer: str, heat: HeatMap, most: int) -> Markup:
+def _layer(samples: Sequence[Sample], layer: str, heat: HeatMap, recipe: str, most: int) -> Markup:
     taken = _spaced(samples, most)
     charts = "".join(_chart(taken, layer, measure) for measure in MEASURES)
     title = heading(joined(link(label(layer), heat.anchor(layer))), 3)
@@ -65,8 +65,8 @@ def _layer(samples: Sequence[Sample], layer: str, heat: HeatMap, most: int) -> M
         [str(sample.step), *(_said(_value(sample, layer, tensor, m.number), m.number) for m, tensor in columns)]
         for sample in listed
     ]
-    header = ["step", *(f"{measure.number} {tensor}" for measure, tensor in columns)]
-    numbers = folded("The numbers", table(f"Numbers of {label(layer)} by step", header, rows))
+    header = ["step", *(f"{tensor} {measure.number}" for measure, tensor in columns)]
+    numbers = folded("The numbers", table(f"{label(layer)} in {recipe} by step", header, rows))
     return Markup(f'{title}<div class="charts">{charts}</div>{numbers}')
 
 

@@ -229,7 +229,7 @@ def table(
     head = f"<thead><tr>{names}</tr></thead>" if header else ""
     body = "\n".join(_row(row[0], "".join(f"<td>{markup(cell)}</td>" for cell in row[1:])) for row in rows)
     kind = "scroll" + (" left" if left or words else "") + (" words" if words else "")
-    return Markup(f'<div class="{kind}" {_region(name)}><table>{head}<tbody>{body}</tbody></table></div>')
+    return Markup(f'<div class="{kind}" {_region(f"{name}, table")}><table>{head}<tbody>{body}</tbody></table></div>')
 
 
 def heat_map(caption: str, header: Sequence[str], rows: Sequence[HeatRow]) -> Markup:

@@ -32,7 +32,7 @@ def report(*runs, **more):
 
 FALLING = [5.0 * 0.9**n + 1 for n in range(40)]
 BASE = run("bf16 (torch)", FALLING)
-BOTH = report(BASE, run("fp8-block", [v * 1.01 for v in FALLING], 1.515, gap_percent=1.0, gap_noise_percent=0.04))
+BOTH = report(BASE, run("fp8-block", [v * 1.02 for v in FALLING], 1.53, gap_percent=2.0, gap_noise_percent=0.04))
 
 
 def test_a_page_is_whole_and_loads_nothing():
@@ -43,11 +43,11 @@ def test_a_page_is_whole_and_loads_nothing():
     for said in (
         "bf16 (torch)",
         "fp8-block",
-        "1.5150",
-        "+1.00 ± 0.04 %",
+        "1.5300",
+        "+2.00 ± 0.04 %",
         "<dt>Measured</dt><dd>40 steps of 8 × 128 bytes, seed 0</dd><dt>Device</dt><dd>a CPU</dd>",
         "<dt>Versions</dt><dd>octavo 0.1.0, torch 2.13.0</dd>",
-        "<h1>fp8-block ends above bf16, after too few steps to tell from seed noise (+1.00 %)</h1>",
+        "<h1>fp8-block ends above bf16, after too few steps to tell from seed noise (+2.00 %)</h1>",
         "octavo train --model gpt --size 128 --steps 40 --batch 8 --recipe &quot;fp8-block(wgrad=",
     ):
         assert said in text
@@ -126,6 +126,14 @@ def sampled(step, **tensors):
     return {"step": step, "layers": {"blocks.0.down": tensors}, "findings": [f"blocks.0.down: <dy> at {step}"]}
 
 
+def test_regions_of_two_recipes_with_the_same_layers_have_names_of_their_own():
+    samples = [sampled(step, x={"underflow": 0.5, "sqnr": 31.0, "scale": 1.0}) for step in (10, 20)]
+    made = report(BASE, *(run(name, FALLING, numerics=samples) for name in ("mxfp8", "nvfp4")))
+    made["plan"] = {**made["plan"], "every": 10}
+    found = PageReader(page.render(made)).regions
+    assert {"blocks.0.down in mxfp8 by step, table", "blocks.0.down in nvfp4 by step, table"} <= set(found)
+
+
 def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
     samples = [
         sampled(10, x={"underflow": 0.5, "saturated": 0.0, "sqnr": 31.0}, dw={"cosine": 0.999}),
@@ -166,6 +174,9 @@ def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
         return PageReader(page.render(found)).headings[0]
 
     assert said(0.0, 0.34) == "r0 and r1 end within seed noise of bf16 (+0.00 %, +0.34 %)"
+    # a Llama of 200 steps in fp8-block, by seeds: no recipe trains better than bf16
+    assert said(-0.69, 0.14, -0.02).startswith("r0, r1 and r2 end within seed noise of bf16 (")
+    assert said(1.01) == "r0 ends above bf16 by more than seed noise (+1.01 %)"
     assert said(-0.2, 3.0) == (
         "r1 ends above bf16 by more than seed noise (+3.00 %); r0 ends within seed noise of bf16 (-0.20 %)"
     )

@@ -8,7 +8,7 @@ import torch
 
 # the table of docs/models.md, models in loops of their packages, runs that resume, published checkpoints, models that
 # are split by their own plans, examples/
-PARTS = ("models", "loops", "resuming", "published", "plans", "scripts")
+PARTS = ("models", "loops", "resuming", "published", "plans", "loggers", "scripts")
 
 
 def main(given: list[str]) -> int:

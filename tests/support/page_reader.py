@@ -8,16 +8,18 @@ EMPTY = ("meta", "wbr", "br")
 
 class PageReader(HTMLParser):
     """Checks that every element is closed in its turn, that links lead to a row, that what scrolls can be reached by
-    keyboard and has a name, that every picture and every column has one, and that no level of headings is left out."""
+    keyboard and has a name, that every picture and every column has one, that no two regions have the same, and that no
+    level of headings is left out."""
 
     def __init__(self, text):
         super().__init__()
         self.open, self.links, self.points, self.cells = [], [], [], []
         self.anchors, self.tags, self.headings = set(), [], []
-        self.titles = []
+        self.titles, self.regions = [], []
         self.feed(text)
         assert self.open == []
         assert all(title.strip() for title in self.titles), self.titles
+        assert len(self.regions) == len(set(self.regions)), self.regions
         levels = [int(tag[1]) for tag in self.tags if tag in ("h1", "h2", "h3", "h4")]
         assert all(deeper <= level + 1 for level, deeper in pairwise(levels)), levels
         assert [tag for tag in self.tags if tag in ("main", "header", "h1")] == ["header", "h1", "main"]
@@ -40,8 +42,9 @@ class PageReader(HTMLParser):
             assert given.get("role") == "region" and given["aria-label"] and given["tabindex"] == "0"
         if tag == "svg":
             assert given.get("aria-hidden") or (given["role"] == "img" and given["aria-label"])
-        if tag == "section":
+        if tag == "section" or given.get("role") == "region":
             assert given["aria-label"]
+            self.regions.append(given["aria-label"])
         if tag not in EMPTY:
             self.open.append(tag)
 
