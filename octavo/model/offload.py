@@ -132,7 +132,7 @@ class Offload:
                 "octavo.offload cannot be captured in a CUDA graph: a replay asks no hooks. Capture without it."
             )
         self.saved_bytes = self.moved_bytes = 0
-        block = _Block(self, _storages(model))
+        block = _Block(self, {storage for tensor in _tensors_of(model) if (storage := _storage(tensor))})
         hooks = torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack)
         hooks.__enter__()  # type: ignore[no-untyped-call]
         self._hooks.append(hooks)
@@ -238,12 +238,8 @@ def offload(model: nn.Module, *, share: float = 1.0, least: int = 2**20, prefetc
     return Offload(model, share, least, prefetch)
 
 
-def _storages(model: nn.Module) -> set[int]:
-    """Return where the model's own tensors are: parameters, their gradients, buffers, and the state of recipes."""
-    return {storage for tensor in _tensors_of(model) if (storage := _storage(tensor))}
-
-
 def _tensors_of(model: nn.Module) -> Iterable[Tensor]:
+    """Yield the model's own tensors: parameters, their gradients, buffers, and the state of recipes."""
     for module in model.modules():
         hidden = module.__dict__.get("_hidden")
         tables = [module._parameters, module._buffers, {} if hidden is None else hidden._buffers]
