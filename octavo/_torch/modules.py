@@ -74,8 +74,8 @@ def mark_shape_inference(block: Block) -> None:
     when_imported("torch.distributed.pipelining.stage", mark)
 
 
-def note_full_sharding(note: Callable[[nn.Module], None]) -> None:
-    """Call `note` with each module of which FSDP2 shards a parameter."""
+def note_full_sharding(note: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Decorate a function that is to be called with each module of which FSDP2 shards a parameter."""
 
     def change(parameters: ModuleType) -> None:
         make = parameters.FSDPParam.__init__
@@ -89,6 +89,7 @@ def note_full_sharding(note: Callable[[nn.Module], None]) -> None:
         parameters.FSDPParam.__init__ = made
 
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", change)
+    return note
 
 
 def is_stage(module: nn.Module) -> bool:

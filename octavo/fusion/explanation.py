@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo._torch.tensors import tree_map
 from octavo.fusion.custom.legacy import run_legacy
-from octavo.fusion.layout import after_legacy, extra_inputs_of, is_container, legacy_inputs, published, through
+from octavo.fusion.layout import inputs_of, is_container, passed_on, through
 from octavo.fusion.plan import Planned, Run, steps_of
 from octavo.fusion.rule import NotFired
 from octavo.fusion.saved_tensor_report import SavedTensorReport
@@ -83,11 +83,11 @@ def _run_recorded(sequential: Any, x: Any, extra_inputs: tuple[Any, ...], op_kwa
     for part in call.layout.parts:
         if part.legacy is not None:
             records.append(Record([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
-            made = run_legacy(part.legacy, x, legacy_inputs(part, call), call.kwargs[part.first])
-            x = after_legacy(part, call, made)
+            made = run_legacy(part.legacy, x, inputs_of(part, call), call.kwargs[part.first])
+            x = passed_on(part, call, made)
         elif is_container(part.module):
-            made = _run_recorded(part.module, x, extra_inputs_of(part, call), call.kwargs[part.first] or None, records)
-            x = published(part, call, made)
+            made = _run_recorded(part.module, x, inputs_of(part, call), call.kwargs[part.first] or None, records)
+            x = passed_on(part, call, made)
         else:
             if part.fuser is None:
                 records.append(Record([Step(part.module, (), {}, part.first, ())], NO_OPERATION))

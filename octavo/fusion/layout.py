@@ -303,23 +303,19 @@ class Call(NamedTuple):
 
 def called(part: Part, call: Call, x: Any) -> Any:
     """Call an ordinary module, or a Sequential that is not flattened, with its share of the caller's extra inputs."""
-    extra_inputs, kwargs = extra_inputs_of(part, call), call.kwargs[part.first]
+    extra_inputs, kwargs = inputs_of(part, call), call.kwargs[part.first]
     made = part.module(x, *extra_inputs, op_kwargs=kwargs) if kwargs else part.module(x, *extra_inputs)
-    return published(part, call, made)
+    return passed_on(part, call, made)
 
 
-def extra_inputs_of(part: Part, call: Call) -> tuple[Any, ...]:
-    return tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
-
-
-def legacy_inputs(part: Part, call: Call) -> tuple[Any, ...]:
-    """Return the extra inputs of a legacy operation: the caller's, or those of channels."""
+def inputs_of(part: Part, call: Call) -> tuple[Any, ...]:
+    """Return the extra inputs of a module or a legacy operation: the caller's, or those of channels."""
     own = call.layout.sources[part.first]
     return tuple([call.channels[s.channel] if s.channel else call.extra_inputs[s.place] for s in own])
 
 
-def after_legacy(part: Part, call: Call, made: Any) -> Any:
-    """Return y of a legacy operation. Its extra outputs go to channels and to the caller."""
+def passed_on(part: Part, call: Call, made: Any) -> Any:
+    """Return y of a module or a legacy operation. Its extra outputs go to channels and to the caller."""
     flags = call.layout.returned[part.first]
     if not flags:
         return made
@@ -328,14 +324,6 @@ def after_legacy(part: Part, call: Call, made: Any) -> Any:
             call.channels[name] = t
         if is_returned:
             call.public.append(t)
-    return made[0]
-
-
-def published(part: Part, call: Call, made: Any) -> Any:
-    """Return x from the result of a module. Extra outputs, if it has any, go to the caller."""
-    if not call.layout.returned[part.first]:
-        return made
-    call.public.extend(made[1:])
     return made[0]
 
 

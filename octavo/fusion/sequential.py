@@ -24,9 +24,9 @@ from octavo.fusion.explanation import Explanation, explained, run_by_themselves
 from octavo.fusion.layout import (
     Call,
     Layout,
-    after_legacy,
     check_there,
-    legacy_inputs,
+    inputs_of,
+    passed_on,
     routed,
     taken_apart,
     through,
@@ -284,10 +284,10 @@ class Sequential(NoTorchScript, nn.Sequential):
             if part.legacy is None:
                 x = through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                made = outside.call("", run_legacy, part.legacy, x, legacy_inputs(part, call), call.kwargs[part.first])
-                x = after_legacy(part, call, made)
+                made = outside.call("", run_legacy, part.legacy, x, inputs_of(part, call), call.kwargs[part.first])
+                x = passed_on(part, call, made)
             else:
-                x = after_legacy(part, call, part.legacy(x, *legacy_inputs(part, call), **call.kwargs[part.first]))
+                x = passed_on(part, call, part.legacy(x, *inputs_of(part, call), **call.kwargs[part.first]))
         if call.records is not None:
             self._check_required(call.layout, call.records)
         return (x, *call.public) if call.public else x

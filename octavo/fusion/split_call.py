@@ -83,7 +83,7 @@ class SplitCall:
         if stage.out is not None:
             fields[self._layer.out_place(self._config)] = stage.out
         self.inputs = self._layer.Inputs._make(fields)
-        self.wants = self._layer.Inputs._make(_wants(stage.name, stage.key))
+        self.wants = self._layer.Inputs._make(_answer(stage.name, stage.key, "wants"))
         self._outputs_seen: set[tuple[Any, ...]] = set()  # shapes and dtypes of outputs, in eager mode
 
     @property
@@ -178,7 +178,7 @@ class SplitCall:
             See `octavo.ops.SplitCall`.
         """
         layer, stage = self._layer, self._stage
-        outputs = _outputs(stage.name, stage.key)
+        outputs = _answer(stage.name, stage.key, "outputs")
         if len(grads) != outputs or not all([isinstance(g, Tensor) for g in grads]):
             raise TypeError(
                 f"This call has {plural(outputs, 'output')}, and backward takes a tensor as the gradient of each, got "
@@ -235,15 +235,9 @@ def _unsupported(op: Any, x: Any) -> str:
 
 
 @while_tracing
-def _wants(name: str, key: str) -> tuple[bool, ...]:
+def _answer(name: str, key: str, question: str) -> Any:
     layer = LAYERS[name]
-    return tuple(layer.wants(layer.config(key)))
-
-
-@while_tracing
-def _outputs(name: str, key: str) -> int:
-    layer = LAYERS[name]
-    return int(layer.outputs(layer.config(key)))
+    return getattr(layer, question)(layer.config(key))
 
 
 # -- graphs: what forward makes and what is saved follow from the config, so that both are constants -------------------

@@ -121,10 +121,8 @@ class ConversionReport:
         """
         rows = [row for row in self.rows if row.reason == CONVERT and not _quantizes(row.recipe)]
         found = self._shares(rows).get(CONVERT, Share(0, 0, 0.0))
-        return replace(found, share=found.weights / (sum(share.weights for share in self._multiplied()) or 1))
-
-    def _multiplied(self) -> list[Share]:
-        return [share for reason, share in self.shares().items() if reason != _TABLE]
+        total = sum(share.weights for reason, share in self.shares().items() if reason != _TABLE)
+        return replace(found, share=found.weights / (total or 1))
 
     def _shares(self, rows: Sequence[Row]) -> dict[str, Share]:
         found = dict.fromkeys(row.reason for row in rows)

@@ -55,10 +55,6 @@ class Config(Value):
         """Whether backward keeps x: for the slope, or for the value that a scale was multiplied by."""
         return self.has_gradients and (self.function.remembers or self.wants_ds)
 
-    @cached_property
-    def keeps_scales(self) -> bool:
-        return self.wants_dx or self.wants_db
-
 
 class Inputs(NamedTuple):
     x: Tensor  # [..., K], or gated [..., 2H]
@@ -122,7 +118,7 @@ class ActivationLayer(Layer):
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         return Saved(
             inputs.x if config.keeps_x else None,
-            inputs.scales if config.keeps_scales else None,
+            inputs.scales if config.wants_dx or config.wants_db else None,
             inputs.bias if config.keeps_x else None,
             inputs.seed if config.has_gradients else None,
         )

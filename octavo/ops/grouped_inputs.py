@@ -11,8 +11,8 @@ from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.ops.inputs import check_features
+from octavo.ops.operands import NO_X_CODES, XCodes
 from octavo.ops.operation import Edge
-from octavo.ops.quantized import NO_CODES, XCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import check_values, split
 from octavo.recipes import LinearQuant
@@ -97,7 +97,7 @@ def codes_of(x: GroupedTensor, splits: Any, number: int, own: Tensor, quant: Lin
         rows = x.groups.rows
         check_same_sizes(sizes, splits_on(own.device, splits, number, rows), rows)
     if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
-        return x.dequantize(), sizes, NO_CODES
+        return x.dequantize(), sizes, NO_X_CODES
     anchor = x.anchor
     if anchor is None or not torch.is_grad_enabled():
         anchor = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)

@@ -1,6 +1,5 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ from octavo.communication.tensor_parallel import (
     groups_of_rank,
     local_sizes,
     mark_blocks,
-    own_part,
     parallel_of,
 )
 from octavo.errors import (
@@ -34,11 +32,12 @@ from octavo.ops.foreign_keywords import refused
 from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
 from octavo.ops.grouped_linear_layer import layer
 from octavo.ops.grouped_memory import CallersMemory
-from octavo.ops.grouped_parameters import convert_layout, join, joined, register, stacked
+from octavo.ops.grouped_parameters import convert_layout, draw, join, joined, register, stacked
 from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
+from octavo.ops.operands import NO_X_CODES, XCodes
 from octavo.ops.operation import has_shape
 from octavo.ops.published_codes import refuse_codes
-from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
+from octavo.ops.quantized import outside, wanted
 from octavo.ops.split_layer import SplitLayer
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
@@ -196,23 +195,10 @@ class GroupedLinear(SplitLayer):
             True
         """
         parallel = self._split_over_ranks()
-        size = 1 if parallel is None else parallel.size()
-        columns, rows = (size, 1) if parallel is not None and parallel.mode == "column" else (1, size)
-        bound = 1 / math.sqrt(self.in_features * rows) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             own = [getattr(self, name) for name in names]
             own = list(own[0]) if len(own) == 1 and names[0] in ("weight", "bias") else own
-            first = self._own_groups.start
-            for group in range(self._all_groups if own else 0):
-                is_own = group in self._own_groups
-                part = own[group - first] if is_own else torch.empty_like(own[0])  # drawn, as on the rank that has it
-                if parallel is None or part.is_meta or (rows > 1 and part.dim() == 1):
-                    nn.init.uniform_(part, -bound, bound)
-                    continue
-                shape = (part.shape[0] * columns, *[n * rows for n in part.shape[1:]])
-                whole = torch.empty(shape, dtype=part.dtype, device=part.device).uniform_(-bound, bound)
-                with torch.no_grad():
-                    part.copy_(own_part(whole, parallel, 0 if columns > 1 else 1))
+            draw(own, self._own_groups, self._all_groups, self.in_features, parallel)
         self._reset_seed()
 
     def _scales_of_all_ranks(self) -> tuple[int, int]:
@@ -297,13 +283,8 @@ class GroupedLinear(SplitLayer):
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
 
     def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
-        if (
-            self.return_bias
-            or len(extra_inputs) != 1
-            or type(extra_inputs[0]) is not Tensor
-            or not self._is_single
-            or len(self._bias_names) > 1
-        ):
+        sizes_alone = len(extra_inputs) == 1 and type(extra_inputs[0]) is Tensor
+        if self.return_bias or not sizes_alone or not self._is_single or len(self._bias_names) > 1:
             return None
         weight, bias = self._own_parts(has_bias=len(self._bias_names) > 0)
         if type(weight) is not nn.Parameter or self._bias_names not in ([], ["bias"]):
@@ -395,7 +376,7 @@ class GroupedLinear(SplitLayer):
         if torch.compiler.is_compiling() or self._unplaced:
             self._materialize_for_call()
         weights = self._weight_parts()  # read once: each read of a parametrized weight computes it
-        codes, dy_codes = NO_CODES, buffers.dy_codes
+        codes, dy_codes = NO_X_CODES, buffers.dy_codes
         if isinstance(input, GroupedTensor):
             quant = (self._recipe or self._followed(ambient.recipe)).linear()
             input, m_splits, codes = codes_of(input, m_splits, self.num_groups, weights[0], quant)
@@ -441,7 +422,7 @@ class GroupedLinear(SplitLayer):
 
     def _stage(
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: CallersMemory,
-        is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: XCodes = NO_CODES,
+        is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: XCodes = NO_X_CODES,
         settings: tuple[Any, ...] | None = None,
     ) -> Stage:  # fmt: skip
         """Return the Stage of a call with the rows of x, or with an anchor and its codes."""

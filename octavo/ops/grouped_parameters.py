@@ -1,5 +1,6 @@
 """Parameters of groups: one for all groups, or one for each on adjacent memory, which a layer takes without a copy."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
+from octavo.communication.tensor_parallel import Parallel, own_part
 from octavo.memory import joined_rows
 from octavo.runtime.transforms import refuse_active, refuse_tangents
 from octavo.weights.gradient_anchor import linked_anchor
@@ -23,6 +25,23 @@ def register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list[
     for name, part in zip(names, whole.unbind(), strict=True):
         module.register_parameter(name, nn.Parameter(part))
     return names
+
+
+def draw(own: Sequence[Tensor], groups: range, count: int, in_features: int, parallel: Parallel | None) -> None:
+    """Initialise the parameters of these `groups` out of `count`, each as nn.Linear does. Groups of other ranks are
+    drawn too, and a part of a weight is that of the whole weight, so that ranks with one seed have one layer."""
+    size = 1 if parallel is None else parallel.size()
+    columns, rows = (size, 1) if parallel is not None and parallel.mode == "column" else (1, size)
+    bound = 1 / math.sqrt(in_features * rows) if in_features else 0
+    for group in range(count if own else 0):
+        part = own[group - groups.start] if group in groups else torch.empty_like(own[0])
+        if parallel is None or part.is_meta or (rows > 1 and part.dim() == 1):
+            nn.init.uniform_(part, -bound, bound)
+            continue
+        shape = (part.shape[0] * columns, *[n * rows for n in part.shape[1:]])
+        whole = torch.empty(shape, dtype=part.dtype, device=part.device).uniform_(-bound, bound)
+        with torch.no_grad():
+            part.copy_(own_part(whole, parallel, 0 if columns > 1 else 1))
 
 
 def stacked(own: Sequence[Tensor]) -> Tensor:

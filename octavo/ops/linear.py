@@ -36,9 +36,10 @@ from octavo.ops.dy_codes import cast_of_dy
 from octavo.ops.foreign_keywords import refused
 from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
 from octavo.ops.linear_layer import layer
+from octavo.ops.operands import NO_X_CODES, XCodes
 from octavo.ops.operation import has_shape
 from octavo.ops.published_codes import refuse_codes
-from octavo.ops.quantized import NO_CODES, XCodes, outside, wanted
+from octavo.ops.quantized import outside, wanted
 from octavo.ops.split_layer import SplitLayer
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
@@ -283,7 +284,7 @@ class Linear(SplitLayer, nn.Linear):
         assert weight is not None
         if self._codes.has_quantized_weight:
             (weight,) = self._operands(recipe, (weight,))
-        codes = XCodes(_codes_for(recipe, x), columns) if type(x) is QTensor else NO_CODES
+        codes = XCodes(_codes_for(recipe, x), columns) if type(x) is QTensor else NO_X_CODES
         check_features(x, weight, "Linear", bias)
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(

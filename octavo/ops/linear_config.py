@@ -125,14 +125,11 @@ class LinearSettings(Value):
             return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
         if self.x_columns == "backward" and self.wgrad_mode == "quantized":
             return ""
-        return "again" if self.casts_x_again else _KEPT[self.wgrad_mode]
-
-    @cached_property
-    def casts_x_again(self) -> bool:
-        """Whether backward makes x's column codes from x. In the first step of delayed scaling, forward's inverse scale
-        is not at hand, nor is an amax that ranks agreed on; a dw that a graph defers reads what forward left."""
+        # In the first step of delayed scaling, forward's inverse scale is not at hand, nor is an amax that ranks agreed
+        # on; a dw that a graph defers reads what forward left.
         other = self.measures_x or self.x_all_reduced or self.deferred_wgrad == "buffers"
-        return self.x_columns == "from_x" and self.wgrad_mode == "quantized" and not other
+        from_x = self.x_columns == "from_x" and self.wgrad_mode == "quantized" and not other
+        return "again" if from_x else _KEPT[self.wgrad_mode]
 
     @cached_property
     def kept_w(self) -> str:
@@ -146,13 +143,9 @@ class LinearSettings(Value):
             return "row" if self.weight == "quantized" else _KEPT[mode]
         if self.weight != "plain" and not self.w_has_columns:
             return "transposed" if are_transposed(self.quant.fprop.right, self.quant.dgrad.right) else "row"
-        return "again" if self.makes_w_again else "column"
-
-    @cached_property
-    def makes_w_again(self) -> bool:
-        """Whether backward makes the weight's column codes from the weight, rather than keep them. In the first step of
-        delayed scaling, forward's inverse scale is not at hand."""
-        return self.recompute_w_columns and self.weight == "plain" and not self.measures_w
+        # in the first step of delayed scaling, forward's inverse scale is not at hand
+        again = self.recompute_w_columns and self.weight == "plain" and not self.measures_w
+        return "again" if again else "column"
 
     @cached_property
     def made_x(self) -> str:

@@ -31,6 +31,16 @@ Pair = tuple[QTensor | None, QTensor | None]  # codes of an operand's rows and o
 WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
 
 
+class XCodes(NamedTuple):
+    """The tensors of an x that arrived as codes."""
+
+    row: Parts = ()
+    column: Parts = ()  # for dw, if the caller has them
+
+
+NO_X_CODES = XCodes()
+
+
 # -- tensors that cross -----------------------------------------------------------------------------------------------
 # An operand that backward keeps is a plain tensor or the tensors of its codes. Both take three fields, so that the
 # number of tensors that cross a node is fixed.

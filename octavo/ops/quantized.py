@@ -19,6 +19,7 @@ from octavo._torch.tracing import Untraced
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear_config import call_key
+from octavo.ops.operands import XCodes
 from octavo.ops.recipe_state import OVERWRITE_FIRST, RecipeState
 from octavo.ops.recipe_state import UNQUANTIZED as UNQUANTIZED
 from octavo.ops.recipe_state import unsupported_dtype_reason as unsupported_dtype_reason
@@ -58,16 +59,6 @@ class WeightSide(NamedTuple):
     buffers: tuple[Any, ...]  # the buffers that backward writes to
     bypasses_autograd: bool  # its gradient does not go through autograd
     has_auxiliary: bool  # the call returns tensors for the layer besides y
-
-
-class XCodes(NamedTuple):
-    """The tensors of an x that arrived as codes."""
-
-    row: Parts = ()
-    column: Parts = ()  # for dw, if the caller has them
-
-
-NO_CODES = XCodes()
 
 
 class Quantized(RecipeState):
@@ -501,11 +492,9 @@ def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tens
     )  # fmt: skip
 
 
+@note_full_sharding
 def _keep_no_codes(module: nn.Module) -> None:
     """Have backward quantize a weight again that FSDP2 gathers for it anyway: kept codes are those of a whole weight,
     of which each rank has a part."""
     if isinstance(module, Quantized) and module.keep_weight_codes and not module._codes_chosen:
         module.keep_weight_codes = False
-
-
-note_full_sharding(_keep_no_codes)

@@ -192,7 +192,8 @@ class RecipeState(FusibleOperation, nn.Module):
             if not recipe.linear().is_stochastic:  # a run that resumes here has no counter of rounding
                 self._hidden.drop([SEED])
             self.recipe = recipe  # type: ignore[assignment]
-        self._schedule = None if schedule.has_ended() else schedule
+        has_ended = schedule.step >= schedule.changes[-1][0]
+        self._schedule = None if has_ended else schedule  # a new recipe has dropped it
 
     def _recipe_unsupported_reason(self, recipe: Recipe | None) -> str:
         """Return why this layer cannot use a recipe; empty if it can."""
@@ -207,15 +208,12 @@ class RecipeState(FusibleOperation, nn.Module):
     def _prepare(self, recipe: Recipe) -> None:
         """Make the buffers that a recipe needs and the layer lacks."""
         if torch.compiler.is_compiling():
-            self._now("_install_key", recipe.key)
+            self._now("_install", recipe.key)
         else:
             self._install(recipe)
 
-    def _install_key(self, recipe_key: str) -> None:
-        """Make the buffers of a recipe, given by its key, while a compiler traces."""
-        self._install(resolve(recipe_key))
-
-    def _install(self, recipe: Recipe) -> None:
+    def _install(self, recipe: Recipe | str) -> None:
+        recipe = resolve(recipe) if isinstance(recipe, str) else recipe
         remembers = recipe.stateful and self._scaling.recipe != recipe
         is_stochastic = SEED not in self._hidden._buffers and recipe.linear().is_stochastic
         if remembers or is_stochastic:  # checked at every forward under an ambient recipe, and rarely true

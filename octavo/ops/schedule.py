@@ -25,10 +25,6 @@ class RecipeSchedule:
         """Return the recipe after a number of steps."""
         return next((recipe for start, recipe in reversed(self.changes) if start <= step), self.first)
 
-    def has_ended(self) -> bool:
-        """Return whether the recipe stays from now on."""
-        return self.step >= self.changes[-1][0]
-
     def export(self) -> Tensor:
         """Return the number of steps, for a checkpoint."""
         return torch.tensor(self.step, device="cpu", dtype=torch.int64)

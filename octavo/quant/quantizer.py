@@ -454,9 +454,7 @@ class Quantizer(Value):
             UnsupportedDtype: dtype is another one.
         """
         dtype = cast_checks.check_float(q.dtype if dtype is None else dtype, "dequantize")
-        values = self.values(q)
-        if q.global_scale is not None:
-            values = values * q.global_scale
+        values = self.values(q) if q.global_scale is None else self.values(q) * q.global_scale
         return self._finished(values, q.codes, q.columns, dtype).view(q.shape)
 
     def _finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

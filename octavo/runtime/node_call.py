@@ -90,7 +90,8 @@ class NodeCall:
             if moves_saved_tensors():
                 self.leave_in_place(tensors)
             refuse_recomputation(self)
-            self.refuse_overlaps(tensors)
+            for at in self.gradient_buffers.values():
+                refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def leave_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Keep hooks on saved tensors away from the buffers, to which they would hand backward copies. Tensors that
@@ -141,11 +142,6 @@ class NodeCall:
             # the last tensor is an empty view: it tells where the memory begins, also if a compiler passes a copy of it
             if start < first + nbytes and first < end:
                 refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
-
-    def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
-        for at in self.gradient_buffers.values():
-            refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients that backward's node returns: none that is another's, or lies in a buffer."""

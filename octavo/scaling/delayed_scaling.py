@@ -247,16 +247,8 @@ class DelayedScaling:
         amax, unless the device knows that a step has seen them. Usually there are none: ask `uncalibrated` first."""
         x, w, dy = self.uncalibrated
         measured = OperandMask(casts_x and x, casts_w and w, casts_dy and dy)
-        if torch.compiler.is_compiling():
-            self._measure_now(*measured)
-        else:
-            self.measure(measured)
+        self._note_measured(*measured)
         return measured
-
-    @while_tracing
-    def _measure_now(self, x: bool, w: bool, dy: bool) -> bool:
-        self.measure(OperandMask(x, w, dy))
-        return True
 
     def of_weight(self, layer: Any, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return delayed scaling's arguments of a weight's cast: amaxes to raise, and w's inverse scales."""
@@ -348,11 +340,14 @@ class DelayedScaling:
 
     # -- what no step has seen yet -------------------------------------------------------------------------------------
 
-    def measure(self, operands: OperandMask) -> None:
-        """Note that calls measure these operands. Steps ask the device whether it has seen them, anew if one is new."""
+    @while_tracing
+    def _note_measured(self, *operands: bool) -> bool:
+        """Note that calls measure these operands, of x, w and dy. Steps ask the device whether it has seen them, anew
+        if one is new."""
         asked = OperandMask(*[new or old for new, old in zip(operands, self._asked, strict=True)])
         if asked != self._asked:
             self._asked, self._steps = asked, 0
+        return True
 
     def looks(self) -> bool:
         """Return whether to ask the device after this step. A layer may measure what never comes (a gradient of an

@@ -172,17 +172,14 @@ class DelayedState:
         finite = self.running_amax.isfinite()
         entering = finite & (self.running_amax > 0)
         self.nonfinite.add_(~finite)
-        self._write_window(entering)
-        a = self.running_amax if algorithm == "most_recent" else self.history.amax(1)
-        fresh = with_margin(self.limit / a, margin)
-        self.inverse_scale.copy_(torch.where(entering & (a > 0), fresh, self.inverse_scale))
-        self.running_amax.zero_()
-
-    def _write_window(self, entering: Tensor) -> None:
         at = (self.head % self.history.shape[1])[:, None]
         newest = torch.where(entering[:, None], self.running_amax[:, None], self.history.gather(1, at))
         self.history.scatter_(1, at, newest)
         self.head.add_(entering)
+        a = self.running_amax if algorithm == "most_recent" else self.history.amax(1)
+        fresh = with_margin(self.limit / a, margin)
+        self.inverse_scale.copy_(torch.where(entering & (a > 0), fresh, self.inverse_scale))
+        self.running_amax.zero_()
 
     def inverse_scale_for(
         self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0

@@ -61,10 +61,8 @@ def set_values(weight: Any, values: dict[int | None, Tensor]) -> None:
 
 def writable_values(weight: Any) -> Tensor:
     """Return the values that a write in place begins with, as a tensor to be written to."""
-    master: Master | None = _masters.get(weight.row_codes)
-    if master is not None and master.version == weight.row_codes._version and weight.group in master.values:
-        return master.values[weight.group]
-    return weight.base_values()
+    kept = kept_values(weight)
+    return kept[weight.group] if weight.group in kept else weight.base_values()
 
 
 def note_written(weight: Any, values: Tensor) -> None:

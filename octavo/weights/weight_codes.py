@@ -71,7 +71,7 @@ class WeightCodes(WeightCache):
         column = grads.dx and quant.dgrad.right is not None and layer._caches_columns(quant)
         first, skip = _decided(first)
         if tracing:
-            if again and column and not layer._now("_codes.has_columns"):
+            if again and column and not layer._now("_codes.has", "column"):
                 return "plain"  # a graph sees only the buffers that were there at its first call of the layer
             first = first or layer._now("_codes.is_unversioned")
             self._refresh_in_graph(layer, recipe, first, column, observe, skip, grads.dw)
@@ -179,9 +179,6 @@ class WeightCodes(WeightCache):
         if self.recipe != recipe or self.is_cold or (column and not self.has(layer, "column")):
             self.refresh(layer, recipe, column=column, observe=observe)
         return True
-
-    def has_columns(self, layer: Any) -> bool:
-        return self.has(layer, "column")
 
     def is_unversioned(self, layer: Any) -> bool:
         """Return whether nothing tells of writes to the weight: inference tensors have no version."""

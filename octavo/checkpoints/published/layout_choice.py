@@ -70,12 +70,16 @@ def read_json(path: Path) -> Any:
     return parse_json(path, text)
 
 
+def config_of(folder: Path) -> Any:
+    """Return the content of a folder's config.json; empty if it has none."""
+    return read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+
+
 def read_entry_of(folder: Path) -> dict[str, Any]:
     """Return a folder's `quantization_config`; empty if it has none."""
     found: Any = None
-    if (folder / CONFIG).exists():
-        config = read_json(folder / CONFIG)
-        config = config if isinstance(config, dict) else {}
+    config = config_of(folder)
+    if isinstance(config, dict):
         found = config.get(ENTRY) or config.get("compression_config")
     if not found and (folder / MODELOPT).exists():
         inner = read_json(folder / MODELOPT)
@@ -120,14 +124,6 @@ def _of_fp8(entry: dict[str, Any]) -> Iterable[Group]:
     return [("mxfp8" if str(size) == "[1, 32]" else name, ("Linear",), said)]
 
 
-def _of_mxfp8(entry: dict[str, Any]) -> Iterable[Group]:
-    return [("mxfp8", ("Linear",), "quant_method 'mxfp8'")]
-
-
-def _of_mxfp4(entry: dict[str, Any]) -> Iterable[Group]:
-    return [("gpt-oss-mxfp4", ("Linear",), "quant_method 'mxfp4'")]
-
-
 _BY_ALGORITHM = {
     "FP8": "modelopt-fp8",
     "NVFP4": "modelopt-nvfp4",
@@ -169,8 +165,9 @@ def _of_compressed_tensors(entry: dict[str, Any], by_strategy: dict[str, str] | 
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], Iterable[Group]]] = {
-    "fp8": _of_fp8, "mxfp8": _of_mxfp8, "mxfp4": _of_mxfp4, "modelopt": _of_modelopt,
-    "compressed-tensors": _of_compressed_tensors,
+    "fp8": _of_fp8, "modelopt": _of_modelopt, "compressed-tensors": _of_compressed_tensors,
+    "mxfp8": lambda entry: [("mxfp8", ("Linear",), "quant_method 'mxfp8'")],
+    "mxfp4": lambda entry: [("gpt-oss-mxfp4", ("Linear",), "quant_method 'mxfp4'")],
 }  # fmt: skip
 
 

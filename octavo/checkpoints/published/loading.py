@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo._torch.modules import unsaved_buffers
 from octavo.checkpoints.published.layouts import Layout
-from octavo.checkpoints.published.loading_plan import Fill, Plan, layers_of, plan
+from octavo.checkpoints.published.loading_plan import Fill, Plan, layer_of, plan
 from octavo.checkpoints.published.published_names import Piece
 from octavo.checkpoints.published.shards import folder_of
 from octavo.checkpoints.published.tensor_parts import expected, in_memory
@@ -130,7 +130,7 @@ def _names(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _report(made: Plan) -> LoadReport:
-    codes = {fill.model_tensor.name: next(iter(layers_of(fill))).recipe.key for fill in made.fills if fill.as_codes}
+    codes = {fill.model_tensor.name: layer_of(fill.model_tensor).recipe.key for fill in made.fills if fill.as_codes}
     decoded = tuple(fill.model_tensor.name for fill in made.fills if fill.layout is not None and not fill.as_codes)
     values = tuple(fill.model_tensor.name for fill in made.fills if fill.layout is None)
     return LoadReport(made.choice.names, codes, decoded, values, made.skipped)
@@ -175,7 +175,8 @@ def _convert(model: nn.Module, made: Plan) -> None:
     """Give each layer that will hold codes the recipe of these codes."""
     wanted: dict[int, str] = {}
     for fill in made.fills:
-        if fill.as_codes and not any(layer.recipe is not None for layer in layers_of(fill)):
+        layer = layer_of(fill.model_tensor)
+        if fill.as_codes and (layer is None or layer.recipe is None):
             assert fill.layout is not None
             before = wanted.setdefault(id(fill.model_tensor.owner), fill.layout.recipe)
             if before != fill.layout.recipe:
@@ -186,7 +187,7 @@ def _convert(model: nn.Module, made: Plan) -> None:
     if wanted:
         convert(model, "bf16", lambda path, module: wanted.get(id(module), False))
     for fill in made.fills:
-        if fill.as_codes and not any(True for _ in layers_of(fill)):
+        if fill.as_codes and layer_of(fill.model_tensor) is None:
             raise UnsupportedConfig(
                 f"{fill.model_tensor.name} is codes in the file, and octavo.convert makes no layer of its "
                 f"{type(fill.model_tensor.owner).__name__}. Pass dequantize= with its name."
@@ -214,14 +215,13 @@ def _largest(made: Plan) -> int:
 
 def _load_codes(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
     layout, tensor = fill.layout, fill.model_tensor.tensor
-    (layer,) = layers_of(fill)
+    layer = layer_of(fill.model_tensor)
     assert layout is not None
     whole = layer._whole_weight()
     if not isinstance(whole, QuantizedWeight):
         place = device if tensor.is_meta and device is not None else tensor.device
-        shape = tuple(layer._whole_weight().shape)
-        whole = empty_codes(layer.NAME, layer.recipe, shape, tensor.dtype, place, trainable)
-        layer._set_weights(whole)
+        shape = tuple(whole.shape)
+        layer._set_weights(empty_codes(layer.NAME, layer.recipe, shape, tensor.dtype, place, trainable))
         layer._unplaced = True
         whole = layer._whole_weight()
     names = layer._names_of_weights()
@@ -242,28 +242,24 @@ def _read(source: _Source, piece: Piece, layout: Layout, shape: Sequence[int]) -
 
 
 def _load_values(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
-    model_tensor = fill.model_tensor
-    place = device if model_tensor.tensor.is_meta and device is not None else model_tensor.tensor.device
-    direct = not model_tensor.tensor.is_meta and type(model_tensor.tensor) in (Tensor, nn.Parameter)
-    target = (
-        model_tensor.tensor.data
-        if direct
-        else torch.empty(model_tensor.tensor.shape, dtype=model_tensor.tensor.dtype, device=place)
-    )
+    model_tensor, tensor = fill.model_tensor, fill.model_tensor.tensor
+    place = device if tensor.is_meta and device is not None else tensor.device
+    direct = not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter)
+    target = tensor.data if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
     for piece in fill.pieces:
-        part = target if piece.expert is None else target[piece.expert, piece.start : piece.start + piece.rows]
+        part = piece.of(target)
         part.copy_(_values(fill, piece, source, part.dtype, place))
-    if model_tensor.tensor.is_meta:
-        is_parameter = isinstance(model_tensor.tensor, nn.Parameter)
-        new = nn.Parameter(target, model_tensor.tensor.requires_grad) if is_parameter else target
-        new.__dict__.update(model_tensor.tensor.__dict__)
+    if tensor.is_meta:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(target, tensor.requires_grad) if is_parameter else target
+        new.__dict__.update(tensor.__dict__)
         for module, key in ((model_tensor.owner, model_tensor.key), *model_tensor.others):
             table: dict[str, Any] = module._parameters if is_parameter else module._buffers
             table[key] = new
     elif not direct:
-        model_tensor.tensor.copy_(target)
+        tensor.copy_(target)
     else:
-        torch.autograd.graph.increment_version(model_tensor.tensor)
+        torch.autograd.graph.increment_version(tensor)
 
 
 def values_of_piece(

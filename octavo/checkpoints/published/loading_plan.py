@@ -2,7 +2,7 @@
 and the model, before a weight is loaded or a layer converted."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,9 +144,8 @@ class _Planner:
             raise self._unfit(model_tensor.name, f"its parts are mixed: {kinds}", "Rewrite it in one layout")
         layout = found.pop()
         turned = layout is not None and layout.unpacks and bool(getattr(model_tensor.owner, "is_transposed", False))
-        fill = Fill(
-            model_tensor, pieces, layout, layout is not None and not self._as_values(model_tensor, layout), turned
-        )
+        as_codes = layout is not None and not turned and not self._is_to_dequantize(model_tensor)
+        fill = Fill(model_tensor, pieces, layout, as_codes, turned)
         for piece in pieces:
             self._check(fill, piece)
         if fill.as_codes:
@@ -165,10 +164,9 @@ class _Planner:
             self.used.add(name)
             self.skipped[name] = "the model has it in one with another"
 
-    def _as_values(self, model_tensor: ModelTensor, layout: Layout) -> bool:
+    def _is_to_dequantize(self, model_tensor: ModelTensor) -> bool:
         module = model_tensor.name.removesuffix(".weight")
-        asked = any(fnmatchcase(model_tensor.name, p) or fnmatchcase(module, p) for p in self.dequantize)
-        return asked or (layout.unpacks and bool(getattr(model_tensor.owner, "is_transposed", False)))
+        return any(fnmatchcase(model_tensor.name, p) or fnmatchcase(module, p) for p in self.dequantize)
 
     def _layout_of(self, piece: Piece, model_tensor: ModelTensor) -> Layout | None:
         """Return the layout of a weight's codes; None for values."""
@@ -236,13 +234,13 @@ class _Planner:
         is_weight = is_weight or (isinstance(owner, Quantized) and model_tensor.key in owner._names_of_weights())
         if not is_weight and not third_party_experts.is_weight(owner, model_tensor.key):
             why = f"it is the parameter {model_tensor.key} of a {type(owner).__name__}, which holds no codes"
-        for layer in layers_of(fill):
-            recipe = layer.recipe
-            if recipe is not None and recipe.linear().fprop.right != layout.quantizer:
-                why = (
-                    f"its layer has the recipe {recipe}, whose weights are {recipe.linear().fprop.right}. Build the "
-                    f"layer without a recipe, or with {layout.recipe}"
-                )
+        layer = layer_of(model_tensor)
+        recipe = None if layer is None else layer.recipe
+        if recipe is not None and recipe.linear().fprop.right != layout.quantizer:
+            why = (
+                f"its layer has the recipe {recipe}, whose weights are {recipe.linear().fprop.right}. Build the "
+                f"layer without a recipe, or with {layout.recipe}"
+            )
         if why:
             raise self._unfit(model_tensor.name, why, "Pass dequantize= with its name to load values", layout)
 
@@ -275,13 +273,10 @@ class _Planner:
         return InvalidCheckpoint(f"{excerpt(name)} of {self.folder}{what} cannot be loaded: {why}. {way_out}.")
 
 
-def layers_of(fill: Fill) -> Iterable[Any]:
-    """Yield the Octavo layer that a parameter is the weight of, if there is one."""
-    owner = fill.model_tensor.owner
-    if isinstance(owner, Quantized):
-        yield owner
-    elif (layer := third_party_experts.layer_of(owner, fill.model_tensor.key)) is not None:
-        yield layer
+def layer_of(model_tensor: ModelTensor) -> Any:
+    """Return the Octavo layer that a parameter is of; None if there is none."""
+    owner = model_tensor.owner
+    return owner if isinstance(owner, Quantized) else third_party_experts.layer_of(owner, model_tensor.key)
 
 
 def _check_ties(fills: list[Fill]) -> None:

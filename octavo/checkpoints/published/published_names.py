@@ -9,6 +9,8 @@ Most parameters have their own name there. Experts that a model stacks are publi
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 STACKED = {  # the name of a stacked weight -> the names of its parts for one expert, for each way to publish them
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w1",)),
@@ -28,6 +30,10 @@ class Piece(NamedTuple):
     def module(self) -> str:
         """The path of its module, as configs name it."""
         return self.name.removesuffix(".weight")
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return this part of the parameter, as a view."""
+        return parameter if self.expert is None else parameter[self.expert, self.start : self.start + self.rows]
 
 
 def pieces_in(name: str, shape: Sequence[int], suffixes: Sequence[str], there: Container[str]) -> list[Piece]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.checkpoints.published.layout_choice import CONFIG, Choice, choose, entry_for, matches, read_json
+from octavo.checkpoints.published.layout_choice import Choice, choose, config_of, entry_for, matches
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
 from octavo.checkpoints.published.loading import decoded
 from octavo.checkpoints.published.loading_plan import CODES
@@ -92,7 +92,7 @@ def rewrite(
     planned = dict(made.planned())
     if wanted is not None and made.writes_codes:
         warn_of_static_scales(wanted)
-    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    config = config_of(folder)
     entry = None if wanted is None else entry_for(wanted, made.left_out)
     destination = path_of(target, "convert-checkpoint")
     others = other_files(folder)
@@ -164,7 +164,7 @@ class _Rewriter:
         if is_matrix and not any(matches(p, module) for p in NEVER[:4]):
             self.left_out.append(module)
         (self.report.left if is_matrix else self.report.same).append(name)
-        return Planned(entry.dtype, entry.shape, partial(read_entry, entry))
+        return Planned.copy_of(entry)
 
     def _becomes_codes(self, name: str, entry: Entry) -> bool:
         assert self.wanted is not None
@@ -178,9 +178,9 @@ class _Rewriter:
         wanted = self.wanted
         if wanted == weight.layout:
             for each in expected(weight.layout, weight.shape):
-                entry = self.entries[weight.name + each.suffix]
-                self.report.same.append(weight.name + each.suffix)
-                yield weight.name + each.suffix, Planned(entry.dtype, entry.shape, partial(read_entry, entry))
+                name = weight.name + each.suffix
+                self.report.same.append(name)
+                yield name, Planned.copy_of(self.entries[name])
         elif wanted is None:
             self.report.dequantized.append(weight.name)
             make = partial(self._decoded, weight, torch.bfloat16)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.modules import plain_name
-from octavo.checkpoints.published.layout_choice import CONFIG, entry_for, read_json
+from octavo.checkpoints.published.layout_choice import config_of, entry_for
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
 from octavo.checkpoints.published.loading import values_of_piece
-from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layers_of, matched, model_tensors
+from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layer_of, matched, model_tensors
 from octavo.checkpoints.published.published_names import Piece, ways
 from octavo.checkpoints.published.shards import (
     SHARD_BYTES,
@@ -127,7 +127,7 @@ def _plan(
         check_choice(layout, tuple(LAYOUTS), what="layout")
         return *_by_layout(model, LAYOUTS[layout]), None
     source = folder_of(like, function)
-    return _like(model, source), read_json(source / CONFIG) if (source / CONFIG).exists() else {}, source
+    return _like(model, source), config_of(source), source
 
 
 def _by_layout(model: nn.Module, layout: Layout) -> tuple[dict[str, Planned], dict[str, Any]]:
@@ -138,12 +138,8 @@ def _by_layout(model: nn.Module, layout: Layout) -> tuple[dict[str, Planned], di
         options = list(ways(model_tensor.name, shape))
         pieces = options[min(1, len(options) - 1)] if is_weight(model_tensor.owner, model_tensor.key) else options[0]
         is_coded = _quantizer(model_tensor) is not None
-        if (
-            not is_coded
-            and model_tensor.tensor.dim() >= 2
-            and model_tensor.key != "bias"
-            and not isinstance(model_tensor.owner, nn.Embedding)
-        ):
+        is_matrix = model_tensor.tensor.dim() >= 2 and model_tensor.key != "bias"
+        if not is_coded and is_matrix and not isinstance(model_tensor.owner, nn.Embedding):
             left_out += [piece.module for piece in pieces]
         fill = Fill(model_tensor, pieces, layout if is_coded else None, is_coded)
         for piece in pieces:
@@ -174,17 +170,16 @@ def _warn_of_values(model: nn.Module, planned: dict[str, Planned]) -> None:
 
 def _quantizer(model_tensor: ModelTensor) -> Quantizer | None:
     """Return the quantizer of a parameter's codes; None if it is no weight that is quantized."""
-    fill = Fill(model_tensor, [], None, True)
-    for layer in layers_of(fill):
-        if model_tensor.key in layer._names_of_weights() or is_weight(model_tensor.owner, model_tensor.key):
-            return None if layer.recipe is None else layer.recipe.linear().fprop.right
-    return None
+    layer = layer_of(model_tensor)
+    if layer is None or layer.recipe is None:
+        return None
+    quantizes = model_tensor.key in layer._names_of_weights() or is_weight(model_tensor.owner, model_tensor.key)
+    return layer.recipe.linear().fprop.right if quantizes else None
 
 
 def _values(model_tensor: ModelTensor, piece: Piece) -> Planned:
     check_plain(model_tensor.name, model_tensor.tensor)
-    tensor = model_tensor.tensor.detach()
-    part = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
+    part = piece.of(model_tensor.tensor.detach())
     return Planned(NAMES[part.dtype], tuple(part.shape), lambda: part)
 
 
@@ -201,7 +196,7 @@ def _coded(fill: Fill, piece: Piece) -> Iterator[tuple[str, Planned]]:
 
 
 def _check_fits(model_tensor: ModelTensor, spec: Quantizer, layout: Layout, shape: tuple[int, ...]) -> None:
-    (layer,) = layers_of(Fill(model_tensor, [], None, True))
+    layer = layer_of(model_tensor)
     why = unsupported_refinement(spec, layout) or unsupported_columns(layout, shape[-1])
     if not why and layer.recipe.stateful and not isinstance(model_tensor.tensor, QuantizedWeight):
         why = "its recipe scales by earlier steps. Use fp8-current, or octavo.quantize_weights before"
@@ -258,12 +253,8 @@ def _like(model: nn.Module, source: Path) -> dict[str, Planned]:
             else:
                 found.update(_like_coded(fill, piece, made.entries))
     for name, entry in made.entries.items():
-        found.setdefault(name, _copied(entry))
+        found.setdefault(name, Planned.copy_of(entry))
     return {name: found[name] for name in made.entries}
-
-
-def _copied(entry: Entry) -> Planned:
-    return Planned(entry.dtype, entry.shape, partial(read_entry, entry))
 
 
 def _like_values(fill: Fill, piece: Piece, entry: Entry) -> Planned:
@@ -279,10 +270,8 @@ def _like_values(fill: Fill, piece: Piece, entry: Entry) -> Planned:
 def _like_coded(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
     for name, _ in _coded(fill, piece):
         entry = entries[name]
-        yield (
-            name,
-            Planned(entry.dtype, entry.shape, partial(_equal_or_own, fill, piece, name[len(piece.name) :], entry)),
-        )
+        make = partial(_equal_or_own, fill, piece, name.removeprefix(piece.name), entry)
+        yield name, Planned(entry.dtype, entry.shape, make)
 
 
 def _equal_or_own(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor:
@@ -308,8 +297,7 @@ def _like_dequantized(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> It
     assert layout is not None
 
     def make(entry: Entry) -> Tensor:
-        tensor = model_tensor.tensor.detach()
-        own = tensor if piece.expert is None else tensor[piece.expert, piece.start : piece.start + piece.rows]
+        own = piece.of(model_tensor.tensor.detach())
         if not torch.equal(values_of_piece(fill, piece, entries, own.dtype, own.device), own):
             raise UnsupportedConfig(
                 f"{model_tensor.name} was dequantized from {layout.name} and trained as values, so no codes are its "

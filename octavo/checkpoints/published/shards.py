@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from octavo.checkpoints.folder import new_folder
 from octavo.checkpoints.published.layout_choice import CONFIG, ENTRY, read_json
-from octavo.checkpoints.tensor_file import DTYPES, Entry, damaged, read_header, write_made
+from octavo.checkpoints.tensor_file import DTYPES, Entry, damaged, read_entry, read_header, write_made
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 from octavo.values import excerpt
 
@@ -81,6 +82,10 @@ class Planned(NamedTuple):
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
 
+    @classmethod
+    def copy_of(cls, entry: Entry) -> "Planned":
+        return cls(entry.dtype, entry.shape, partial(read_entry, entry))
+
     @property
     def nbytes(self) -> int:
         return self.meta.nbytes
@@ -99,7 +104,11 @@ def write_folder(
     if folder.exists():
         raise UnsupportedConfig(f"{folder} exists already, and is not overwritten. Name another folder, or remove it.")
     shards = list(_split(planned, shard_bytes))
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     count = 0
 
     def make(name: str) -> Tensor:
@@ -111,16 +120,16 @@ def write_folder(
         written(count)
         return made
 
-    with new_folder(folder) as partial:
+    with new_folder(folder) as unfinished:
         for file, shard in zip(names, shards, strict=True):
-            write_made(partial / file, {name: planned[name].meta for name in shard}, make, {"format": "pt"})
+            write_made(unfinished / file, {name: planned[name].meta for name in shard}, make, {"format": "pt"})
         if len(shards) > 1:
             places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             total = {"total_size": sum(one.nbytes for one in planned.values())}
-            _write_json(partial / INDEX, {"metadata": total, "weight_map": places})
+            _write_json(unfinished / INDEX, {"metadata": total, "weight_map": places})
         for other in others:
-            shutil.copyfile(other, partial / other.name)
-        _write_json(partial / CONFIG, config)
+            shutil.copyfile(other, unfinished / other.name)
+        _write_json(unfinished / CONFIG, config)
 
 
 def _split(planned: dict[str, Planned], most: int) -> Iterator[list[str]]:
@@ -134,10 +143,6 @@ def _split(planned: dict[str, Planned], most: int) -> Iterator[list[str]]:
         shard.append(name)
         size += one.nbytes
     yield shard
-
-
-def _shard_name(number: int, total: int) -> str:
-    return f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
 def _write_json(path: Path, content: Any) -> None:

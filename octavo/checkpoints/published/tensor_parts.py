@@ -109,15 +109,12 @@ def unsupported_refinement(spec: Quantizer, layout: Layout) -> str:
         other.basis,
     ):
         return f"the layout has codes of {other}"
-    if any(not _divides(ours, theirs) for ours, theirs in zip(other.block, spec.block, strict=True)):
+    blocks = zip(other.block, spec.block, strict=True)
+    if not all(theirs is None or (ours is not None and theirs % ours == 0) for ours, theirs in blocks):
         return f"the layout has scales for blocks of {_size(other)}, and these codes for {_size(spec)}"
     if layout.pow2 and not getattr(spec, "pow2", False):
         return "the layout has powers of two as scales"
     return ""
-
-
-def _divides(small: int | None, large: int | None) -> bool:
-    return large is None or (small is not None and large % small == 0)
 
 
 def _size(spec: Quantizer) -> str:
