@@ -25,6 +25,7 @@ from octavo.ops.quantized import Quantized
 from octavo.text import some
 
 STATE = "_extra_state"
+_OPERATION = "forward"  # the key that the state of an operation of te.ops has, and that of a module has not
 _NORM = {"layer_norm_weight": "norm.weight", "layer_norm_bias": "norm.bias"}
 # names of parameters there and here, by the class of the module
 NAMES: dict[type[nn.Module], dict[str, str]] = {
@@ -40,10 +41,12 @@ class LoadedTE(NamedTuple):
 
     Attributes:
         parameters: how many tensors of the checkpoint were loaded.
-        scales: the paths of layers whose delayed scales were loaded.
+        scales: the paths of layers whose delayed scales were loaded. A layer that follows `octavo.autocast` keeps them
+            until its first call in fp8-delayed.
         measured_anew: the paths of layers in fp8-delayed without scales in the checkpoint. Their first step measures
             them.
-        ignored: names of states that no layer in fp8-delayed takes.
+        ignored: names of states that no layer in fp8-delayed takes; of a state that some layers of a block take, the
+            paths of the others follow: "mlp._extra_state: mlp.fc1".
     """
 
     parameters: int
@@ -71,8 +74,8 @@ def load_te_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any] | str | P
         What was loaded, and which layers measure their scales anew.
 
     Raises:
-        UnsupportedConfig: the checkpoint holds other objects than tensors, or parameters that are parts of one; or an
-            `_extra_state` cannot be read or fits no layer.
+        UnsupportedConfig: the checkpoint holds other objects than tensors, or parameters that are parts of one; all
+            its names have a prefix that the model's have not; or an `_extra_state` cannot be read or fits no layer.
         UnsupportedDtype: `model` is no module, or `checkpoint` is no mapping or path.
         RuntimeError: with `strict`, the names differ; or a shape does, as `load_state_dict` says.
 
@@ -85,14 +88,14 @@ def load_te_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any] | str | P
     check_model(model, "load_te_checkpoint", checkpoint)
     saved = _tensors_of(checkpoint)
     names = _names(model)
+    _check_prefix({*model.state_dict(), *names}, list(saved))
     parameters = {names.get(name, name): t for name, t in saved.items() if not name.endswith(STATE)}
     _check_parts(model, parameters)
     states, taken, ignored = _scales(model, {n: t for n, t in saved.items() if n.endswith(STATE)})
     loads = checked_loads(model, states, strict=False)
     model.load_state_dict(parameters, strict=strict)
     write_state(loads)
-    delayed = [path for path, layer in _delayed(model)]
-    anew = tuple(path for path in delayed if path not in taken)
+    anew = tuple(path for path, layer in _delayed(model) if layer._recipe is not None and path not in taken)
     return LoadedTE(len(parameters), tuple(taken), anew, ignored)
 
 
@@ -103,7 +106,8 @@ def _tensors_of(checkpoint: Any) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return dict(tensor_file.read(path).tensors)
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([io.BytesIO]):  # a state, as versions before 2 wrote it
+                checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
             raise UnsupportedConfig(
                 f"{path} holds objects other than tensors, such as weights that are codes (quantized_model_init) or a "
@@ -134,6 +138,18 @@ def _names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def _check_prefix(known: set[str], names: list[str]) -> None:
+    """Refuse a checkpoint whose names all have a prefix, such as "module.", before `known` ones."""
+    if not names or not known.isdisjoint(names):
+        return
+    for prefix in (names[0][: dot.end()] for dot in re.finditer(r"\.", names[0])):
+        if all(n.startswith(prefix) for n in names) and not known.isdisjoint(n.removeprefix(prefix) for n in names):
+            raise UnsupportedConfig(
+                f"The checkpoint has {prefix!r} before each name of the model. Pass {{name.removeprefix({prefix!r}): "
+                "t for name, t in state.items()}."
+            )
+
+
 def _check_parts(model: nn.Module, parameters: Mapping[str, Any]) -> None:
     """Refuse weights in parts (parameters_split), whose order names do not tell."""
     missing = {name for name, _ in model.named_parameters()} - parameters.keys()
@@ -161,9 +177,10 @@ class _Slots(NamedTuple):
     dy: list[int]
 
 
-def _slots(path: str, module: nn.Module) -> list[_Slots]:
-    """Return the layers of a module that its state has scales of. A GEMM has three in forward, of x, w and y, and two
-    in backward, of dy and dx."""
+def _slots(path: str, module: nn.Module, is_operation: bool) -> list[_Slots]:
+    """Return the layers of a module that its state has scales of. A GEMM of a module has three in forward, of x, w and
+    y, and two in backward, of dy and dx; one of an operation those of x and w, and of dy."""
+    forward, backward = (2, 1) if is_operation else (3, 2)
     found = []
     layers: list[tuple[str, Any]] = []
     if isinstance(module, LayerNormLinear | LayerNormMLP):
@@ -173,14 +190,16 @@ def _slots(path: str, module: nn.Module) -> list[_Slots]:
     at = 0
     for own, layer in layers:
         gemms = range(at, at + layer.scales_per_operand)
-        found.append(_Slots(own, layer, [3 * i for i in gemms], [3 * i + 1 for i in gemms], [2 * i for i in gemms]))
+        x, w, dy = [forward * i for i in gemms], [forward * i + 1 for i in gemms], [backward * i for i in gemms]
+        found.append(_Slots(own, layer, x, w, dy))
         at += layer.scales_per_operand
     return found
 
 
 def _delayed(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
+    """Yield the layers that take scales: those in fp8-delayed, and those that may follow an autocast to it."""
     for path, module in model.named_modules():
-        if isinstance(module, Quantized) and module._recipe is not None and module._recipe.stateful:
+        if isinstance(module, Quantized) and (module._recipe is None or module._recipe.stateful):
             yield path, module
 
 
@@ -192,16 +211,25 @@ def _scales(model: nn.Module, states: Mapping[str, Any]) -> tuple[dict[str, Tens
     ignored: list[str] = []
     for name, content in states.items():
         state = _read_state(name, content)
+        if state is None:
+            continue
         path = name.removesuffix(STATE).removesuffix(".")
+        is_operation = _OPERATION in state
+        if is_operation and path not in modules:
+            path = path.removesuffix("basic_ops.0").removesuffix(".")
         module = modules.get(path)
-        slots = [] if module is None or state is None else [s for s in _slots(path, module) if s.path in delayed]
+        every = [] if module is None else _slots(path, module, is_operation)
+        slots = [own for own in every if own.path in delayed]
         for own in slots:
             for direction, places in (("forward", own.x + own.w), ("backward", own.dy)):
                 kept = _window(name, state, direction, places, own.layer._recipe)
                 found |= {joined(own.path, f"scaling.{direction}.{key}"): t for key, t in kept.items()}
                 if own.path not in taken and kept["head"].any():
                     taken.append(own.path)
-        if state is not None and not slots:
+        left = [own.path for own in every if own.path not in delayed]
+        if left and slots:
+            ignored.append(f"{name}: {', '.join(left)}")
+        elif not slots:
             ignored.append(name)
     return found, taken, tuple(ignored)
 
@@ -209,7 +237,7 @@ def _scales(model: nn.Module, states: Mapping[str, Any]) -> tuple[dict[str, Tens
 def _read_state(name: str, content: Any) -> Any:
     """Return a module's state of delayed scaling; None if it has none."""
     if isinstance(content, io.BytesIO):
-        content = content.getvalue()
+        content = io.BytesIO.getvalue(content)  # a file may have set an attribute of that name
     elif isinstance(content, Tensor):
         content = content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     if content is None or content == b"":
@@ -220,6 +248,9 @@ def _read_state(name: str, content: Any) -> Any:
         raise UnsupportedConfig(
             f"{name} is no state of Transformer Engine: {error}. Drop it, and the first step measures the scales."
         ) from error
+    if isinstance(state, Mapping) and isinstance(state.get(_OPERATION), Mapping):
+        backward = state.get("backward")
+        state = {**state, **state[_OPERATION], **(backward if isinstance(backward, Mapping) else {})}
     return state if isinstance(state, Mapping) and isinstance(state.get("scale_fwd"), Tensor) else None
 
 
@@ -236,11 +267,12 @@ def _window(name: str, state: Mapping[str, Any], direction: str, places: list[in
         )
     assert isinstance(scale, Tensor) and isinstance(history, Tensor)
     count, device = len(places), torch.device("cpu")
-    window = torch.zeros(count, recipe.history, dtype=torch.float32, device=device)
+    length = max(1, len(history) - 1) if recipe is None else recipe.history
+    window = torch.zeros(count, length, dtype=torch.float32, device=device)
     head = torch.zeros(count, dtype=torch.int64, device=device)
     for row, place in enumerate(places):
         amaxes = history[1:, place].float()
-        amaxes = amaxes[(amaxes > 0) & amaxes.isfinite()][-recipe.history :]  # a step without the tensor left a zero
+        amaxes = amaxes[(amaxes > 0) & amaxes.isfinite()][-length:]  # a step without the tensor left a zero
         window[row, : len(amaxes)] = amaxes
         head[row] = len(amaxes)
     running = history[0].float()[places].cpu()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.fusion.blocks import LayerNormMLP
 from octavo.moe.router import Router
 
 HIGH_PRECISION = ("head", "adapters", "routers", "conditioning")  # kinds of layers that convert leaves alone by default
@@ -125,16 +126,18 @@ def _last_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield layers with as many outputs as the largest embedding has rows, embeddings of positions aside. If a layer
-    also has that many inputs, the number may be a width: then it yields the only such layer outside numbered blocks."""
+    """Yield layers with as many outputs as the largest embedding has rows; embeddings of positions and layers inside a
+    LayerNormMLP do not count. If a layer also has that many inputs, the number may be a width: then it yields the only
+    such layer outside numbered blocks."""
     tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
     tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
+    inside = {id(m) for block in model.modules() if isinstance(block, LayerNormMLP) for m in block.modules()}
     if not tables:
         return
     table, largest = max(tables, key=lambda entry: entry[1].num_embeddings)
     rows = largest.num_embeddings
     tied = any(m._parameters.get("weight") is largest.weight for _, m in _linears(model))
-    heads = [] if tied else [(path, m) for path, m in _linears(model) if m.out_features == rows]
+    heads = [] if tied else [(path, m) for path, m in _linears(model) if m.out_features == rows and id(m) not in inside]
     if rows in {m.in_features for _, m in _linears(model)}:
         heads = [(path, m) for path, m in heads if not any(part.isdigit() for part in path.split("."))]
         heads = heads if len(heads) == 1 else []

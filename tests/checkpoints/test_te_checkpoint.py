@@ -151,6 +151,49 @@ def test_other_recipes_take_the_weights_alone():
     assert torch.equal(loaded["proj"].weight, state["proj.weight"])
 
 
+def test_a_part_of_a_state_that_no_layer_takes_is_told():
+    state, _ = saved()
+    loaded = model()
+    loaded["mlp"].fc1.recipe = "fp8-current"
+    report = octavo.load_te_checkpoint(loaded, state)
+    assert report.ignored == ("mlp._extra_state: mlp.fc1",) and "mlp.fc2" in report.scales
+
+
+@pytest.mark.parametrize("history", [HISTORY, 3])
+def test_layers_that_follow_an_autocast_take_their_scales_in_their_first_call(history):
+    state, _ = saved()
+    recipe = f"fp8-delayed(history={history})"
+    follows, has_it = model(None)["mlp"], model(recipe)["mlp"]
+    of_mlp = {name: t for name, t in state.items() if name.startswith("mlp.")}
+    for loaded in (follows, has_it):
+        report = octavo.load_te_checkpoint(nn.ModuleDict({"mlp": loaded}), of_mlp)
+        assert (report.scales, report.measured_anew, report.ignored) == (("mlp.fc1", "mlp.fc2"), (), ())
+    x = torch.randn(4, 16)
+    with octavo.autocast(recipe):
+        assert torch.equal(follows(x), has_it(x))
+    first, second = octavo.state_dict(follows), octavo.state_dict(has_it)
+    assert first.keys() == second.keys()
+    for name in ("fc1.scaling.forward.encode", "fc2.scaling.backward.encode"):
+        assert torch.equal(first[name], second[name])
+
+
+def test_the_state_of_an_operation_lies_one_level_deeper():
+    """te.ops writes forward and backward apart: of x and w, and of dy."""
+    _, known = extra_state(1)
+    deep = {
+        way: {key: known[key][..., :count] for key in (f"scale_{suffix}", f"amax_history_{suffix}")}
+        for way, suffix, count in (("forward", "fwd", 2), ("backward", "bwd", 1))
+    }
+    content = torch.frombuffer(bytearray(pickle.dumps(deep)), dtype=torch.uint8)
+    loaded = nn.Sequential(octavo.Linear(16, 16, bias=False, recipe="fp8-delayed"))
+    state = {"0.basic_ops.0.weight": torch.ones(16, 16), "0.basic_ops.0._extra_state": content}
+    report = octavo.load_te_checkpoint(loaded, state)
+    assert (report.scales, report.measured_anew, report.ignored) == (("0",), (), ())
+    scaling = octavo.state_dict(loaded)
+    assert torch.equal(scaling["0.scaling.forward.encode"], known["scale_fwd"][:2])
+    assert torch.equal(scaling["0.scaling.backward.encode"], known["scale_bwd"][:1])
+
+
 def test_a_state_without_scales_is_none():
     """Of stateless recipes upstream writes an empty tensor; of modules that never ran in FP8 None."""
     state, _ = saved()
@@ -176,6 +219,16 @@ def test_both_kinds_of_files_load(tmp_path, suffix):
     assert report.parameters == 15 and len(report.scales) == 5
 
 
+def test_a_file_with_states_as_files_in_it_loads(tmp_path):
+    """Versions before 2 wrote each state as an io.BytesIO."""
+    state, _ = saved("file")
+    torch.save(state, tmp_path / "model.pt")
+    allowed = set(torch.serialization.get_safe_globals())
+    report = octavo.load_te_checkpoint(model(), tmp_path / "model.pt")
+    assert report.parameters == 15 and len(report.scales) == 5
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +238,12 @@ def test_names_that_differ_are_told():
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.norm\.weight"):
         octavo.load_te_checkpoint(model(), state)
     assert octavo.load_te_checkpoint(model(), state, strict=False).parameters == 14
+
+
+def test_a_prefix_of_all_names_is_told():
+    state, _ = saved()
+    with pytest.raises(UnsupportedConfig, match=r"'module\.' before .*removeprefix\('module\.'\)"):
+        octavo.load_te_checkpoint(model(), {f"module.{name}": t for name, t in state.items()})
 
 
 def test_weights_in_parts_are_refused_because_their_order_is_not_told():

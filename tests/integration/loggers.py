@@ -1,10 +1,11 @@
 """Log an inspection to TensorBoard and W&B as docs/inspect.md does, and read it back:
 
-    python -m tests.integration.loggers
+    python -m tests.integration loggers
 
 It needs `tensorboard` and `wandb`, and the network for neither: W&B runs offline, and its run is read from its summary.
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -69,7 +70,8 @@ def weights_and_biases(folder: str) -> str:
     return f"wandb {version('wandb')}: {len(names)} numbers, the last at step {last}"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="python -m tests.integration loggers", description=__doc__).parse_args(argv)
     for subject in (tensorboard, weights_and_biases):
         with tempfile.TemporaryDirectory() as folder:
             print(subject(folder), flush=True)

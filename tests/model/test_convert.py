@@ -257,3 +257,13 @@ def test_a_head_with_the_weight_of_the_embedding_stays_unquantized():
     model = Tied()
     octavo.convert(model, "fp8-current")
     assert type(model.head) is nn.Linear and type(model.up) is octavo.Linear
+
+
+def test_a_layer_in_a_block_is_no_head_whatever_its_size():
+    """fc1 of a swiglu block has 2 · 24 outputs, as many as the embedding has rows."""
+    model = nn.ModuleDict({
+        "embed": nn.Embedding(48, 16), "mlp": octavo.LayerNormMLP(16, 24, activation="swiglu"),
+        "head": nn.Linear(16, 48),
+    })  # fmt: skip
+    octavo.convert(model, "fp8-current")
+    assert model["mlp"].fc1.recipe is not None and type(model["head"]) is nn.Linear
