@@ -12,15 +12,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo._torch.cuda import is_capturing
 from octavo.communication import sharded_weights
 from octavo.communication.sharded_weights import ShardedWeight
-from octavo.distributed import gather_codes
+from octavo.distributed import ColwiseParallel, RowwiseParallel, gather_codes
 from octavo.optim import adamw
 from octavo.recipes import SHIPPED
 from tests.support.linear_oracle import assert_same
+from tests.support.linear_shards import message
 
 K, N, ROWS, STEPS, MICROBATCHES = 256, 512, 32, 2, 4
 WHOLE = ("fp8-current", "fp8-delayed")  # recipes with one scale for a weight
@@ -166,6 +168,52 @@ def test_compiled_blocks(ranks):
     assert_alike(ranks.run(compared, "fp8-block", 2, "", (K, N, K), True, size=2))
 
 
+def beside_split_layers(group, rank):
+    """Losses and gradients of a model whose pair of layers is split over two ranks, and whose last layer is whole, with
+    values and with codes; and the class of each weight."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for codes in (False, True):
+        model = built("fp8-block").append(octavo.Linear(K, K, recipe="fp8-block"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        own = sharded(model, group, codes, mesh=mesh["dp"])
+        kinds = [type(layer.weight.to_local()) for layer in own if isinstance(layer, octavo.Linear)]
+        found.append((trained(own, group, rank // 2), kinds))
+    return found
+
+
+@pytest.mark.slow
+def test_layers_that_are_split_gather_values_beside_those_that_gather_codes(ranks):
+    for (values, plain), (codes, kinds) in ranks.run(beside_split_layers):
+        assert set(plain) == {torch.Tensor} and kinds == [torch.Tensor, torch.Tensor, ShardedWeight]
+        assert_alike([((values,), (codes,))])
+
+
+def whole_step(model, x):
+    model(x).sum().backward()
+    model[0].backward_dw()
+
+
+def with_settings(group, rank):
+    """Losses with values and codes where layers keep codes of the weight, and what options that need a whole weight
+    say."""
+    losses, refusals = [], []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(octavo.Linear(K, K, recipe="fp8-current", keep_weight_codes=True))
+        losses.append(torch.stack(trained(sharded(model, group, codes), group, rank)[0]))
+        for name in ("delay_wgrad_compute", "fuse_wgrad_accumulation"):
+            layer = octavo.Linear(K, K, recipe="fp8-current", **{name: True})
+            refusals.append(message(whole_step, sharded(nn.Sequential(layer), group, codes), batch(rank, 0)))
+    return losses, refusals
+
+
+def test_settings_that_need_a_whole_weight_are_refused_as_with_values(ranks):
+    for (values, codes), (*of_values, delayed, fused) in ranks.run(with_settings, size=2):
+        assert_same(codes, values, "losses")
+        assert of_values == [delayed, fused]
+        assert "needs the whole weight" in delayed and "weight.main_grad" in fused
+
+
 def in_bf16(group, rank, recipe):
     """Losses of values in float32 and of codes, with parameters in bf16, and the dtypes of gradients."""
     losses = []
@@ -290,12 +338,12 @@ def test_octavos_optimizer_writes_to_the_memory_of_a_shard(ranks):
 
 
 def by_a_compiled_step(group, rank):
-    """Losses of values and of codes whose optimizer steps in a graph, and casts."""
+    """Losses of values, and of codes whose optimizer steps in a graph, and casts."""
     found = []
     for codes in (False, True):
         model = sharded(built("fp8-block"), group, codes)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step, own = torch.compile(optimizer.step, backend="aot_eager"), []
+        step, own = torch.compile(optimizer.step, backend="aot_eager") if codes else optimizer.step, []
         for number in range(STEPS):
             loss = (model(batch(rank, number)) - 1).square().mean()
             loss.backward()
@@ -307,7 +355,7 @@ def by_a_compiled_step(group, rank):
 
 
 def test_an_optimizer_in_a_graph_writes_to_shards(ranks):
-    for (values, codes), casts in ranks.run(by_a_compiled_step, size=2):
+    for (values, codes), casts in ranks.run(by_a_compiled_step, size=1):
         assert_same(codes, values, "losses")
         assert codes[1] < codes[0] and casts == [STEPS, STEPS]
 
