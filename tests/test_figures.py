@@ -524,3 +524,20 @@ def test_the_table_of_saved_tensors_on_the_host():
             f"{other['of_step']:.3f}",
             f"{other['peak_mib']:.0f}",
         ]
+
+
+def test_the_table_of_weights_that_fsdp_gathers_as_codes():
+    found = {(row["recipe"], row["way"]): row["ratio"] for row in results("fsdp-codes-h200")["results"]}
+    ways = ("eager", "compiled", "captured")
+    shown = next(rows for rows in tables("docs/distributed.md", "### FSDP2 that gathers codes") if rows[0][-1] == "captured")
+    assert len(shown) == 4
+    for name, *cells in shown[1:]:
+        assert cells == [f"{found[name.strip('`'), way]:.2f}" for way in ways], name
+
+
+def test_the_ways_of_one_rank_of_experts():
+    rows = [row for row in results("expert-parallel-ways-h200")["results"] if row["case"] == "ep_group of one rank"]
+    text = " ".join(section(EXPERTS, "### Experts over ranks, with one rank").split())
+    want = "took {} times one process eager, {} captured, {} compiled, and {} compiled and captured"
+    assert want.format(*(f"{row['of_one_process']:.3f}" for row in rows)) in text
+    assert max(row["of_one_process"] for row in rows) <= 1.05

@@ -24,7 +24,10 @@ def test_the_memory_that_the_limits_of_the_readme_name():
 def test_the_page_about_memory():
     text = " ".join(section(MEMORY, "## What was measured").split())
     cast, codes = (cases(results(MODEL_MEMORY)["results"])[f"fp8-delayed, {how}"] for how in ("blocks", "codes"))
-    for row, said in ((cast, "Eager blocks need {:,.0f} MiB"), (codes, "With weights that are codes they need {:,.0f}")):
+    for row, said in (
+        (cast, "Eager blocks need {:,.0f} MiB"),
+        (codes, "With weights that are codes they need {:,.0f}"),
+    ):
         held, peak = row["held_mib"], row["peak_mib"]
         assert f"{said.format(held + peak)}: {held:,.0f} held and a peak of {peak:,.0f}." in text
     (linear,) = [row["results"] for row in results("linear-refactored-h200")["shapes"] if row["shape"][2] == 14336]
