@@ -529,7 +529,8 @@ def test_the_table_of_saved_tensors_on_the_host():
 def test_the_table_of_weights_that_fsdp_gathers_as_codes():
     found = {(row["recipe"], row["way"]): row["ratio"] for row in results("fsdp-codes-h200")["results"]}
     ways = ("eager", "compiled", "captured")
-    shown = next(rows for rows in tables("docs/distributed.md", "### FSDP2 that gathers codes") if rows[0][-1] == "captured")
+    listed = tables("docs/distributed.md", "### FSDP2 that gathers codes")
+    shown = next(rows for rows in listed if rows[0][-1] == "captured")
     assert len(shown) == 4
     for name, *cells in shown[1:]:
         assert cells == [f"{found[name.strip('`'), way]:.2f}" for way in ways], name
