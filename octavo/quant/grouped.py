@@ -380,10 +380,9 @@ def quantize_groups(
 
 def empty_groups(groups: Groups, pair: QuantizerPair, k: int, dtype: torch.dtype, device: torch.device) -> QTensorPair:
     """Allocate the codes of rows of k elements, in the orientations that have a quantizer."""
+    where = groups.padded, groups.number, k
     row, column = (
-        None
-        if spec is None
-        else _cached_proto(spec.number, groups.padded, groups.number, k, side, dtype, device).empty()
+        None if spec is None else _cached_proto(spec.number, *where, side, dtype, device).empty()
         for spec, side in zip(pair, ORIENTATIONS, strict=True)
     )
     return row, column
@@ -464,6 +463,7 @@ def _checked(
                 f"{name} of {number} groups is float32 [{number}] on {x.device}, contiguous; "
                 f"got {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}."
             )
-    check_flag(cast_args.skip, x)
+    if cast_args.skip is not None:
+        check_flag(cast_args.skip, x)
     source = None if cast_args.source is None else cast_args.source.contiguous()
     return matrix, cast_args._replace(groups=groups, source=source)

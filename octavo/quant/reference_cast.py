@@ -55,7 +55,7 @@ def casts(encode: Encode) -> Cast:
             into = q.codes.view(torch.uint8), q.scale, q.global_scale
             for old, new in zip(into, (made.codes.view(torch.uint8), *made[1:]), strict=True):
                 if old is not None and new is not None:
-                    put(old, new, skip)
+                    old.copy_(new if skip is None else torch.where(skip.reshape(()) != 0, old, new))
 
     return cast
 
