@@ -125,8 +125,9 @@ def _mapped_gpus(size: int, group: str, device: torch.device, where: str) -> tup
     try:
         memory = symmetric_memory.allocate(size, device)
         handle = symmetric_memory.mapped(memory, registered_name(group))
-        ranks = range(handle.world_size)
-        return handle, [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
+        others = [None if rank == handle.rank else rank for rank in range(handle.world_size)]
+        found = [memory if rank is None else handle.get_buffer(rank, (size,), torch.uint8) for rank in others]
+        return handle, found  # its own memory lives as long as the list
     except (RuntimeError, ImportError, AttributeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedHardware(

@@ -34,11 +34,12 @@ function reads a value on the host.
 This room may import rooms up to `distributed`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from octavo.moe.chunk_sort import sort_chunks
 from octavo.moe.deep_ep import DeepEP
 from octavo.moe.dispatch import Dispatch, Dispatched, LocalDispatch
 from octavo.moe.expert_parallel import ExpertParallel
-from octavo.moe.expert_style import ExpertwiseParallel
 from octavo.moe.experts import Experts
 from octavo.moe.losses import aux_loss, z_loss
 from octavo.moe.mask_bits import pack_mask, unpack_mask
@@ -48,6 +49,9 @@ from octavo.moe.router import Router
 from octavo.moe.routing import counts, route, update_bias
 from octavo.moe.transformer_engine_ep import TransformerEngineEP
 from octavo.runtime.contract import import_layers
+
+if TYPE_CHECKING:
+    from octavo.moe.expert_style import ExpertwiseParallel as ExpertwiseParallel
 
 import_layers(__name__, __path__)
 
@@ -76,6 +80,16 @@ __all__ = [
     "update_bias",
     "z_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve `ExpertwiseParallel`: torch's base class of styles takes long to import."""
+    if name != "ExpertwiseParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from octavo.moe.expert_style import ExpertwiseParallel
+
+    globals()[name] = ExpertwiseParallel
+    return ExpertwiseParallel
 
 
 def __dir__() -> list[str]:

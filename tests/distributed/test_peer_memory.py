@@ -1,6 +1,7 @@
 """Memory that the ranks of a group map: parts, growth, and what a machine says that maps none."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,42 @@ def _left(group, rank):
 def test_no_file_is_left(ranks):
     paths = {path for made in ranks.run(_left, size=2) for path in made}
     assert len(paths) == 2 and not any(Path(path).exists() for path in paths)
+
+
+class Handle:
+    """What torch's rendezvous returns, for rank 1 of 3."""
+
+    rank, world_size = 1, 3
+
+    def __init__(self, memory):
+        self.waits, self.memory = [], memory
+
+    def get_buffer(self, rank, sizes, dtype):
+        return torch.full(sizes, rank, dtype=dtype)
+
+    def barrier(self, channel=0, timeout_ms=0):
+        self.waits.append(timeout_ms)
+
+
+def test_on_a_gpu_the_streams_wait_as_long_as_the_group(monkeypatch):
+    """By a stand-in for torch's symmetric memory, on a CPU that says that it is none."""
+    handles = []
+
+    def mapped(memory, group):
+        handles.append(Handle(memory))
+        return handles[0]
+
+    monkeypatch.setattr(symmetric_memory, "allocate", lambda size, device: torch.full((size,), 1, dtype=torch.uint8))
+    monkeypatch.setattr(symmetric_memory, "mapped", mapped)
+    monkeypatch.setattr(symmetric_memory, "timeout_of", lambda group, device: timedelta(seconds=7))
+    for name, value in {"registered_name": "0", "rank_of": 1, "size_of": 3, "process_group": None}.items():
+        monkeypatch.setattr(peer_memory, name, lambda group, value=value: value)
+    handle, whole = peer_memory._mapped_gpus(64, "", torch.device("cuda", 0), WHERE)
+    assert [int(part[0]) for part in whole] == [0, 1, 2] and whole[1] is handle.memory
+    memory = peer_memory.PeerMemory.__new__(peer_memory.PeerMemory)
+    memory.ranks, memory._handle, memory._timeout = 3, handle, timedelta(seconds=7)
+    memory.barrier(WHERE)
+    assert handle.waits == [7000]
 
 
 def test_a_gpu_that_maps_no_memory_is_told_with_the_way_out(monkeypatch):
