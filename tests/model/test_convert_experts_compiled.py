@@ -1,9 +1,12 @@
 """Converted experts of the registry in one graph."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 import octavo
 from octavo.recipes import SHIPPED
@@ -26,3 +29,43 @@ def test_a_graph_of_converted_experts_computes_what_eager_does(recipe, fresh_com
         torch.testing.assert_close(mine, others)
         for one in both:
             octavo.step(one)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class _Adapted(nn.Module):
+    """Experts, or adapted ones, with an adapter of PEFT's, which parametrizes a weight for the time of each forward."""
+
+    def __init__(self, inside, experts, name):
+        super().__init__()
+        self.inside, self.experts, self.name = inside, experts, name
+
+    def forward(self, *arguments):
+        with self.adapted():
+            return self.inside(*arguments)
+
+    @contextmanager
+    def adapted(self):
+        parametrize.register_parametrization(self.experts, self.name, _Doubled())
+        try:
+            with parametrize.cached():
+                yield
+        finally:
+            parametrize.remove_parametrizations(self.experts, self.name, leave_parametrized=False)
+
+
+def test_a_compiled_model_takes_weights_that_are_parametrized_in_each_forward(fresh_compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, PACKAGE, package())
+    experts = Gated(Config(), ffn=32)
+    octavo.convert(experts, "fp8-current")
+    model = _Adapted(_Adapted(experts, experts, "down_proj"), experts, "gate_up_proj")
+    arguments, dy = call(0, tokens=16)
+    wanted = model(*arguments)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        found = compiled(*arguments)
+        found.backward(dy)
+        assert torch.equal(found, wanted)

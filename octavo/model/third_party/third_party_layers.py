@@ -74,7 +74,8 @@ class _OnOwner(Owned):
         module, name = self._holder(path)
         found: Tensor | None = None if module is None else module._parameters.get(name)
         if found is None and module is not None and is_parametrized(module, name):
-            found = getattr(module, name)
+            # in a graph not from torch's cache: a frame that fills it is guarded by the entry's absence
+            found = module.parametrizations[name]() if torch.compiler.is_compiling() else getattr(module, name)
         if found is None:
             raise UnsupportedConfig(
                 f"{path} is no longer a parameter of the module that octavo.convert took. Call octavo.revert(model) "
