@@ -24,8 +24,10 @@ def test_the_memory_that_the_limits_of_the_readme_name():
 def test_the_page_about_memory():
     text = " ".join(section(MEMORY, "## What was measured").split())
     cast, codes = (cases(results(MODEL_MEMORY)["results"])[f"fp8-delayed, {how}"] for how in ("blocks", "codes"))
-    peaks, held = ([f"{row[key]:,.0f}" for row in (codes, cast)] for key in ("peak_mib", "held_mib"))
-    assert "peak at {} MiB instead of {}, and hold {} instead of {}".format(*peaks, *held) in text
+    both = [f"{row['held_mib'] + row['peak_mib']:,.0f}" for row in (cast, codes)]
+    parts = [f"{row['held_mib']:,.0f} held and a peak of {row['peak_mib']:,.0f}" for row in (cast, codes)]
+    assert f"Eager blocks need {both[0]} MiB: {parts[0]}." in text
+    assert f"With weights that are codes they need {both[1]}: {parts[1]}." in text
     (linear,) = [row["results"] for row in results("linear-refactored-h200")["shapes"] if row["shape"][2] == 14336]
     ours, plain = (cases(linear)[name] for name in ("fp8-delayed", "nn.Linear"))
     shown = [f"{row[key]:.0f}" for row in (ours, plain) for key in ("saved_mib", "peak_mib")]
