@@ -222,6 +222,15 @@ def public():
             yield f"octavo.errors.{each}", value
 
 
+def test_pictures_are_small_and_shown():
+    """A clone and a page on a slow line carry them all."""
+    images = sorted((DOCS / "images").iterdir())
+    assert {path.suffix for path in images} == {".png", ".svg"} and len(images) > 10
+    assert {path.name: path.stat().st_size for path in images if path.stat().st_size >= 60_000} == {}
+    texts = "".join(path.read_text() for path in (README, *DOCS.glob("*.md")))
+    assert [path.name for path in images if f"images/{path.name}" not in texts] == []
+
+
 def test_the_api_reference_has_every_public_name():
     shown = re.findall(
         r"^::: (\S+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE
