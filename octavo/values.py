@@ -28,6 +28,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, ClassVar, NoReturn, Self, TypeVar, dataclass_transform
 
 from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from octavo.foreign_keywords import OF_RECIPES
 from octavo.formats import FORMATS, Format, format_named
 
 __all__ = ["Value", "names", "parse", "register"]
@@ -416,5 +417,6 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
 
 def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
     name, known = cls.registered_name, [f.name for f in _fields(cls)]
-    near, fields_known = nearest(setting, known), ", ".join(known) or "none"
+    near = f" {OF_RECIPES[setting]}" if setting in OF_RECIPES else nearest(setting, known)
+    fields_known = ", ".join(known) or "none"
     raise UnknownSetting(f"{name} has no setting {excerpt(setting)!r}.{near} Fields of {name}: {fields_known}.")

@@ -10,6 +10,7 @@ import octavo
 ORDER = (
     "text",
     "errors",
+    "foreign_keywords",
     "formats",
     "values",
     "memory",

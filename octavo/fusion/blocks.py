@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.communication.groups import Group
 from octavo.errors import UnsupportedConfig, check_choice, check_whole
+from octavo.foreign_keywords import refuse, refused
 from octavo.fusion.recomputation import FirstRun
 from octavo.fusion.rules import conditions
 from octavo.fusion.runs import RECAST
 from octavo.fusion.sequential import Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.ops import activation as activations
-from octavo.ops.foreign_keywords import refuse
 from octavo.ops.inputs import refuse_symbol
 from octavo.ops.linear import Flag, Linear
 from octavo.ops.norm import LayerNorm, RMSNorm
@@ -197,6 +197,7 @@ class LayerNormLinear(_Block):
     _last = "linear"
     _modes: ClassVar[dict[str, str]] = {"linear": "column"}
 
+    @refused
     def __init__(
         self,
         in_features: int,
@@ -305,6 +306,7 @@ class LayerNormMLP(_Block):
     _last = "fc2"
     _modes: ClassVar[dict[str, str]] = {"fc1": "column", "fc2": "row"}
 
+    @refused
     def __init__(
         self,
         hidden_size: int,

@@ -18,6 +18,7 @@ from octavo.errors import (
     check_whole,
     is_whole,
 )
+from octavo.foreign_keywords import refused
 from octavo.kernels.permute import MAX_EXPERTS, most_rows
 from octavo.moe.mask_bits import unpack_mask
 from octavo.moe.permuted_codes import moved_rows
@@ -125,6 +126,7 @@ def sort(
     return Permutation(found[0], found[1], found[2], found[3] if is_mask else None)
 
 
+@refused
 def permute(
     x: Rows,
     routing: Tensor | Permutation,
@@ -197,6 +199,7 @@ def permute(
     return rows if rows.dtype == values.dtype else rows.view(values.dtype), permutation
 
 
+@refused
 def unpermute(
     rows: Tensor | QTensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero"
 ) -> Tensor:

@@ -15,6 +15,7 @@ from octavo.errors import (
     check_factor,
     check_whole,
 )
+from octavo.foreign_keywords import refused
 from octavo.ops.inputs import arrived, check_input
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -22,6 +23,7 @@ SMALLEST = 1e-20  # added to sums of scores, which may all be zero
 STEEP = -15.0  # below it softplus(x) and exp(x) are one float32 number
 
 
+@refused
 def route(
     logits: Tensor,
     top_k: int,

@@ -16,7 +16,6 @@ What every operation has:
     operation               what an operation answers to a run
     inputs                  checks of x and of weights
     settings                attributes from which others follow
-    foreign_keywords        Transformer Engine's keywords, each with the line to write in its place
 
 Layers of GEMMs:
 

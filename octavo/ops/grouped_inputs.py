@@ -30,8 +30,9 @@ def splits_on(device: torch.device, splits: Any, number: int, rows: int, name: s
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch.compiler.is_compiling() or captured:
             raise UnsupportedConfig(
-                f"In a graph {name} must be a tensor on {device}: a graph would keep the first sizes of a list, or of "
-                "a tensor elsewhere. Put them in a device tensor and overwrite it."
+                f"In a graph {name} must be a tensor on the device of x, {device}: a graph would keep the first sizes "
+                f"of {'a tensor elsewhere' if isinstance(splits, Tensor) else 'a list'}. Pass "
+                f"torch.tensor(sizes, device={str(device)!r}), made outside of the graph, and overwrite it."
             )
         if not isinstance(splits, (Tensor, list, tuple)):
             raise UnsupportedDtype(

@@ -27,8 +27,8 @@ from octavo.errors import (
     check_whole,
     is_whole,
 )
+from octavo.foreign_keywords import refused
 from octavo.kernels import grouped_gemm
-from octavo.ops.foreign_keywords import refused
 from octavo.ops.grouped_inputs import bias_of_rows, bias_scales, codes_of, splits_on
 from octavo.ops.grouped_linear_layer import layer
 from octavo.ops.grouped_memory import CallersMemory

@@ -31,9 +31,9 @@ from octavo.communication.tensor_parallel import (
     parallel_of,
 )
 from octavo.errors import UnsupportedConfig
+from octavo.foreign_keywords import refused
 from octavo.kernels.gemm import spec_route
 from octavo.ops.dy_codes import cast_of_dy
-from octavo.ops.foreign_keywords import refused
 from octavo.ops.inputs import autocast_input, check_features, check_input, check_weight
 from octavo.ops.linear_layer import layer
 from octavo.ops.operands import NO_X_CODES, XCodes

@@ -21,8 +21,8 @@ from octavo.errors import (
     check_choice,
     check_not_negative,
 )
+from octavo.foreign_keywords import refused
 from octavo.formats import FLOATS
-from octavo.ops.foreign_keywords import refused
 from octavo.ops.inputs import check_input, check_weight, numbers, values_of, wanted_gradients
 from octavo.ops.norm_layer import Config
 from octavo.ops.operation import Edge, FusibleOperation, has_shape

@@ -235,8 +235,8 @@ class RecipeState(FusibleOperation, nn.Module):
             if not torch.compiler.is_compiling() and self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
                     "This layer takes its recipe from octavo.autocast, and a checkpoint runs it again in backward, "
-                    "outside of the autocast block. Enter octavo.autocast inside the checkpointed function, or give "
-                    "the layer its own recipe: octavo.convert(model, recipe)."
+                    "outside of the autocast block. Give the layer its own recipe, octavo.convert(model, recipe); or "
+                    "enter octavo.autocast inside the checkpointed function, which torch.compile does not take."
                 )
             return UNQUANTIZED
         self._prepare(recipe)

@@ -22,6 +22,7 @@ This room may import rooms up to `kernels`.
 
 from octavo import values
 from octavo.errors import UnsupportedConfig, nearest
+from octavo.foreign_keywords import recipe_named
 from octavo.recipes.bf16 import BF16
 from octavo.recipes.block import Block
 from octavo.recipes.current import Current
@@ -91,7 +92,7 @@ def recipe(spec: str | Recipe) -> Recipe:
         return spec
     if not isinstance(spec, str):
         found = f"{type(spec).__name__}"
-        hint = ""
+        hint = recipe_named(found)
         if isinstance(spec, type) and issubclass(spec, Recipe):
             found, hint = f"type {spec.__name__}, a class", f" Make one of it: {spec.__name__}()."
         raise UnsupportedConfig(
@@ -100,7 +101,7 @@ def recipe(spec: str | Recipe) -> Recipe:
     check_length(spec)
     name = spec.partition("(")[0].strip()
     if name not in values.names(Recipe):
-        near = nearest(name, values.names(Recipe))
+        near = recipe_named(name) or nearest(name, values.names(Recipe))
         raise UnsupportedConfig(f"There is no recipe {values.excerpt(spec)!r}. Names: {_names()}.{near}")
     made = values.parse(spec)
     assert isinstance(made, Recipe)

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo._torch.modules import mark_shape_inference
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.foreign_keywords import refused
 from octavo.recipes import SHIPPED, Recipe, recipe
 from octavo.values import excerpt
 
@@ -88,8 +89,8 @@ class autocast:
     """A context manager in which layers without a recipe of their own run in this recipe.
 
     Forward reads it; backward runs in the recipe of its forward. Blocks nest, can be entered again, and apply to the
-    thread that enters them. A checkpoint that runs forward again during backward does not see the block. Enter it
-    inside the checkpointed function instead.
+    thread that enters them. A checkpoint that runs forward again during backward does not see the block. Give
+    layers inside a checkpoint their own recipe; or enter the block inside the checkpointed function, in eager mode.
 
     Args:
         recipe: a name such as "fp8-current", a canonical string or a `Recipe`.
@@ -106,6 +107,7 @@ class autocast:
         torch.Size([4, 8])
     """
 
+    @refused
     def __init__(self, recipe: str | Recipe) -> None:
         if isinstance(recipe, str):
             _learn(recipe)

@@ -193,11 +193,44 @@ def test_a_keyword_of_another_library_says_what_to_write(kind, sizes, name):
             r"Did you mean 'recipe'\? It takes in_features, out_features",
         ),
         (lambda: ops.LayerNorm(8, epss=1.0), "Did you mean 'eps'"),
+        (lambda: ops.RMSNorm(8, sequence_parallel=True), r"norm\.sum_gradients_over\(group\)"),
+        (lambda: octavo.autocast("fp8-current", enabled=True), r"^autocast has no .*contextlib\.nullcontext\(\)"),
+        (lambda: octavo.autocast(fp8_recipe="fp8-current"), "Write recipe="),
+        (
+            lambda: octavo.autocast("fp8-delayed", amax_reduction_group=None),
+            r"octavo\.attach\(model, optimizer, group\)",
+        ),
+        (lambda: octavo.autocast("fp8-delayed", calibrating=True), "first step measures"),
+        (lambda: octavo.moe.permute(torch.ones(2, 4), torch.ones(2, 1).long(), num_out_tokens=2), "capacity="),
+        (lambda: octavo.moe.unpermute(torch.ones(2, 4), None, merging_probs=torch.ones(2, 1)), "Write probs="),
+        (lambda: octavo.moe.route(torch.ones(2, 4), 2, use_pre_softmax=True), "Write normalize=False"),
+        (lambda: octavo.recipe("fp8-delayed(amax_compute_algo='max')"), "Write algorithm="),
+        (lambda: octavo.recipes.Delayed(reduce_amax=False), r"octavo\.attach\(model, optimizer, group\)"),
+        (lambda: octavo.recipe("fp8-delayed(scaling_factor_compute_algo=None)"), "Write margin="),
+        (lambda: octavo.recipe("fp8-delayed(interval=1)"), "after every step"),
     ],
 )
 def test_the_line_to_write(make, said):
     with pytest.raises(UnknownSetting, match=said):
         make()
+
+
+@pytest.mark.parametrize("kind", [ops.RMSNorm, octavo.Linear, octavo.LayerNormLinear, octavo.LayerNormMLP])
+def test_settings_go_by_name(kind):
+    sizes = [8] if kind is ops.RMSNorm else [8, 8]
+    given = 1e-6 if kind is not octavo.Linear else (True, None, torch.float32, "bf16", 0)
+    rest = given if isinstance(given, tuple) else (given,)
+    with pytest.raises(UnknownSetting, match=rf"^{kind.__name__} takes .* by position, got {len(sizes) + len(rest)}"):
+        kind(*sizes, *rest)
+
+
+def test_a_recipe_of_another_library_is_named_here():
+    class DelayedScaling:
+        pass
+
+    for given in ("DelayedScaling", "DelayedScaling()", DelayedScaling()):
+        with pytest.raises(UnsupportedConfig, match=r"Write 'fp8-delayed'\."):
+            octavo.recipe(given)
 
 
 def test_gradients_as_codes_say_where_they_are():

@@ -45,6 +45,14 @@ def test_compiled_is_eager_bit_for_bit_in_one_graph(recipe):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("splits", [[1, 3], torch.tensor([1, 3], device="meta")], ids=["list", "elsewhere"])
+def test_a_graph_takes_sizes_on_the_device_of_x(splits):
+    call = torch.compile(experts_of("bf16", groups=2), fullgraph=True, backend="aot_eager")
+    what = "a list" if isinstance(splits, list) else "a tensor elsewhere"
+    with pytest.raises(Exception, match=rf"on the device of x, cpu: a graph would keep the first sizes of {what}"):
+        call(batch((1, 3))[0], splits)
+
+
 @pytest.mark.parametrize(
     ("recipe", "fprop", "dgrad"),
     [
