@@ -93,10 +93,10 @@ def load_te_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any] | str | P
     _check_parts(model, parameters)
     states, taken, ignored = _scales(model, {n: t for n, t in saved.items() if n.endswith(STATE)})
     loads = checked_loads(model, states, strict=False)
-    model.load_state_dict(parameters, strict=strict)
+    unknown = model.load_state_dict(parameters, strict=strict).unexpected_keys
     write_state(loads)
     anew = tuple(path for path, layer in _delayed(model) if layer._recipe is not None and path not in taken)
-    return LoadedTE(len(parameters), tuple(taken), anew, ignored)
+    return LoadedTE(len(parameters) - len(unknown), tuple(taken), anew, ignored)
 
 
 def _tensors_of(checkpoint: Any) -> dict[str, Any]:

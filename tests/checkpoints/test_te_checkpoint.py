@@ -238,6 +238,8 @@ def test_names_that_differ_are_told():
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.norm\.weight"):
         octavo.load_te_checkpoint(model(), state)
     assert octavo.load_te_checkpoint(model(), state, strict=False).parameters == 14
+    more = state | {"other.weight": torch.ones(1)}  # which is not loaded
+    assert octavo.load_te_checkpoint(model(), more, strict=False).parameters == 14
 
 
 def test_a_prefix_of_all_names_is_told():
