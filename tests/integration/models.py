@@ -10,6 +10,7 @@ off goes on where it ended; `--again` begins anew, as does a change of Octavo, o
 import argparse
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -24,11 +25,12 @@ from tests.integration.zoo import Entry, entries
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
-KEPT = ROOT / "build" / "integration_models.jsonl"
+KEPT = ROOT / "build" / "integration_models"
 OWN = tuple(Path(__file__).with_name(f"{name}.py") for name in ("model_trials", "zoo"))
 UNUSED = ("cli", "demo", "integrations")  # rooms of Octavo that no trial runs
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 WIDTH = 80
+SHORT = {r"other matrices\b": "other", r"convolutions?\b": "conv", r"conditionings?\b": "cond", " never called": "*"}
 HEAD = ("model", "converted", "trains", "compiled", "loaded", "notes")
 
 
@@ -56,15 +58,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def rows_of(chosen: Iterable[tuple[str, Entry]], *, compiles: bool, again: bool) -> Iterator[Row]:
     """Yield the row of each model: from the file if it was tried, passed, and nothing has changed since."""
-    key = digest(compiles)
-    known = {} if again or not KEPT.is_file() else on_file(key)
-    KEPT.parent.mkdir(exist_ok=True)
-    with KEPT.open("w" if not known else "a") as file:
+    path = KEPT / f"{digest(compiles)}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {} if again or not path.is_file() else on_file(path)
+    with path.open("a" if known else "w") as file:
         for name, entry in chosen:
             started = time.process_time()
             row = known.get(name) or tried(name, entry, compiles=compiles)
             if not row.failure and name not in known:
-                print(json.dumps({"key": key, "row": row}), file=file, flush=True)
+                print(json.dumps(row), file=file, flush=True)
             seconds = "on file" if name in known else f"{time.process_time() - started:.0f} s"
             print(" | ".join(row[:7]), f"| {seconds}", row.failure, flush=True)
             yield row
@@ -81,14 +83,14 @@ def digest(compiles: bool) -> str:
     return hashed.hexdigest()[:16]
 
 
-def on_file(key: str) -> dict[str, Row]:
-    """Return the rows on file with a key, by name."""
-    lines = [json.loads(line) for line in KEPT.read_text().splitlines()]
-    return {line["row"][0]: Row(*line["row"]) for line in lines if line["key"] == key}
+def on_file(path: Path) -> dict[str, Row]:
+    """Return the rows of a file, by name."""
+    rows = (Row(*json.loads(line)) for line in path.read_text().splitlines())
+    return {row.name: row for row in rows}
 
 
 def write(rows: list[Row]) -> None:
-    """Put the table into the page, between its two marks, and what a table of 80 columns has no room for below it."""
+    """Put the table into the page, between its two marks."""
     text = PAGE.read_text()
     used = ", ".join(f"{package} {version(package)}" for package in sorted({row.package for row in rows}))
     failed = sum(bool(row.failure) for row in rows)
@@ -99,7 +101,11 @@ def write(rows: list[Row]) -> None:
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
-    return (row.name, row.share, row.trains, row.compiled, row.loads, row.notes)
+    name = re.sub(r"Transformer2DModel|_patch\d+\w*| on experts", "", row.name)
+    notes = row.notes
+    for word, short in SHORT.items():
+        notes = re.sub(word, short, notes)
+    return (name, row.share, row.trains, row.compiled, row.loads, notes)
 
 
 def line(cells: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """Models of transformers that no list names: types drawn from its registry, in the common sizes of the zoo.
 
 The rule of docs/models.md is tried with them: a model needs no code in Octavo unless it has experts of unknown layout.
-A type is passed over if its config has no place for the common sizes, or if the model does not run unconverted.
+A type is passed over if its config has no place for the common sizes, or if the model does not train unconverted.
 """
 
 import importlib
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.integration.model_trials import trained
 from tests.integration.zoo import Batch, Entry, classified, entries, images, text, transformers_entry
 
 LARGEST = 30_000_000  # parameters of a model that is tried
-LONGEST = 20  # seconds that a forward and backward may take unconverted
+LONGEST = 30  # seconds that a few steps may take unconverted
 KINDS: tuple[tuple[str, str, Callable[[int], Batch]], ...] = (
     ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", text),
     ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", text),
@@ -38,7 +39,7 @@ def candidates() -> dict[str, Entry]:
 
 
 def sampled(count: int, seed: int) -> Iterator[tuple[str, Entry]]:
-    """Yield so many types that run unconverted, in random order, and print why others are passed over."""
+    """Yield so many types that train unconverted, in random order, and print why others are passed over."""
     every = candidates()
     for kind in random.Random(seed).sample(sorted(every), len(every)):
         if count == 0:
@@ -60,7 +61,7 @@ def unfit(entry: Entry) -> str:
         if size > LARGEST:
             return f"{size:,} parameters in the common sizes"
         torch.manual_seed(0)
-        entry.loss(entry.build().train(), entry.batch(0)).backward()
+        trained(entry, entry.build().train())
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
     finally:
