@@ -252,7 +252,7 @@ def _axis_text(axis: _Axis, counts: Sequence[float], fmt: Format | None) -> list
         found.append(Label(axis.x(exponent), FLOOR + 34, _power(exponent), "middle"))
     if whole := sum(counts):
         found += [
-            Label(SIDE - 4, TOP + 10, f"{100 * max(counts) / whole:.0f} %", "end"),
+            Label(SIDE - 4, TOP + 10, f"{max(counts) / whole:.0%}", "end"),
             Label(SIDE - 4, FLOOR, "0", "end"),
         ]
     title = "magnitude" if fmt is None else f"magnitude over its scale; a tick for each value of {fmt.name}"
