@@ -19,14 +19,6 @@
 `help(octavo.convert)` and so on describe each of them.
 """
 
-import sys
-
-if sys.argv[:1] == ["-m"] and sys.argv[1:] in (["--help"], ["-h"], ["--version"]) and "octavo" in sys.orig_argv:
-    # `python -m octavo --help` imports the package before its __main__: it answers before torch is imported
-    from octavo_command import main
-
-    main()
-
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, moe, ops, optim, quant, recipes
