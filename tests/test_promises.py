@@ -19,7 +19,10 @@ LISTS = {
     ],
     "Grouped layers and mixtures": [str(i) for i in range(1, 56)],
 }  # fmt: skip
-GRIDS = ("test_linear_grid", "test_operation_grid", "test_grouped_grid", "test_block_grid", "test_scaling_grid")
+GRIDS = (
+    "test_linear_grid", "test_operation_grid", "test_grouped_grid", "test_block_grid", "test_scaling_grid",
+    "test_distributed",
+)  # fmt: skip
 
 
 def rows_of(title):

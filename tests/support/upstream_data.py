@@ -2,6 +2,7 @@
 by recipe; beside them signed numbers with outliers, and a bound on the error of the whole tensor."""
 
 import torch
+import torch.nn.functional as F
 
 import octavo
 from octavo.recipes import SHIPPED
@@ -46,3 +47,11 @@ def assert_near(found, want, *, recipe="bf16", data="positive", what=""):
     torch.testing.assert_close(
         found.double(), want.double(), rtol=rtol, atol=atol * scale, msg=lambda m: f"{what}: {m}"
     )
+
+
+def normed(x, norm, weight, bias, zero_centered, eps):
+    """The formula of a norm."""
+    weight = weight + 1 if zero_centered else weight
+    if norm == "LayerNorm":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

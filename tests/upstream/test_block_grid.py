@@ -10,20 +10,13 @@ from tests.support.activation_formulas import FORMULAS, applied
 from tests.support.linear_oracle import randn
 from tests.support.pairs import pairs
 from tests.support.steps import compiled, relative_error
-from tests.support.upstream_data import RECIPES
+from tests.support.upstream_data import RECIPES, normed
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HIDDEN, FFN, OUT, EPS = 64, 96, 48, 1e-5
 BACKWARD = ("quantized", "high_precision", "dequantized")
 NAMES = tuple(name for name in FORMULAS if name != "linear")
 BOUNDS = {"bf16": 1e-4, "nvfp4": 0.6}  # of errors in the Frobenius norm; 0.35 in FP8
-
-
-def normed(x, norm, weight, bias, zero_centered):
-    weight = weight + 1 if zero_centered else weight
-    if norm == "LayerNorm":
-        return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
 def drawn(block):
@@ -61,7 +54,7 @@ def test_a_norm_and_a_linear(recipe, backward, norm, zero_centered, bias, mode):
     block = drawn(octavo.LayerNormLinear(HIDDEN, OUT, recipe=named(recipe, backward), **settings))
 
     def formula(x, p):
-        n = normed(x, norm, p["norm.weight"], p.get("norm.bias"), zero_centered)
+        n = normed(x, norm, p["norm.weight"], p.get("norm.bias"), zero_centered, EPS)
         return F.linear(n, p["linear.weight"], p.get("linear.bias"))
 
     assert_block(block, formula, recipe, mode, OUT)
@@ -78,7 +71,7 @@ def test_an_mlp(recipe, activation, backward, norm, zero_centered, bias, recompu
     gated = ACTIVATIONS[activation].gated
 
     def formula(x, p):
-        n = normed(x, norm, p["norm.weight"], p.get("norm.bias"), zero_centered)
+        n = normed(x, norm, p["norm.weight"], p.get("norm.bias"), zero_centered, EPS)
         h = applied(FORMULAS[activation], gated, F.linear(n, p["fc1.weight"], p.get("fc1.bias")))
         return F.linear(h, p["fc2.weight"], p.get("fc2.bias"))
 
