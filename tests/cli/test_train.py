@@ -52,7 +52,7 @@ def test_json_has_every_step(tmp_path):
     assert report["plan"] == {
         "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
         "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "family": "gpt", "mixture": None},
-        "data": None, "samples": 0, "every": None, "ranks": None,
+        "data": None, "samples": 0, "every": None, "ranks": None, "codes": False,
     }  # fmt: skip
     (subject,) = report["recipes"]
     assert subject["recipe"] == "fp8-block(scale='fp32')"
