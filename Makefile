@@ -20,7 +20,7 @@ demo: $(STAMP)
 WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # for the loop while working: one case of each test function that takes little time
 test-fast: export OMP_NUM_THREADS ?= 1
