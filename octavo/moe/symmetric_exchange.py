@@ -4,8 +4,9 @@ Each rank says how many rows it has for each expert. From these numbers, and wit
 row of its tokens lies among the rows of its expert, and puts it there, straight from the tokens. Results stay where
 the experts' GEMMs write them; each rank gets those of its tokens from there.
 
-A call has three barriers each way: before rows are put, so that nobody reads what is overwritten; after; and before
-results are read. All calls of a group share one memory, so that rows which backward keeps are copied out of it.
+A call has three barriers each way: before rows are put, since other ranks may still read the rows of an earlier call;
+after they are put; and before results are read. All calls of a group share one memory, so that rows which backward
+keeps are copied out of it.
 """
 
 from typing import Any
@@ -90,7 +91,7 @@ class Symmetric:
 
     def send(self, rows: Tensor) -> Tensor:
         if self.memory is not None:
-            self._barrier()  # nobody reads what arrived before
+            self._barrier()  # all ranks have read the rows that arrived in an earlier call
         return self._put(rows, None)
 
     def wait(self) -> None:
