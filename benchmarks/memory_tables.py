@@ -1,11 +1,11 @@
 """Write the tables of a step's memory from the results of three runs on a GPU.
 
-    python3 -m benchmarks.memory_tables [moe-memory-h200.json model-memory-h200.json llama-8b-h200.json]
+    python3 -m benchmarks.memory_tables [moe-memory-h200.json model-h200.json llama-8b-h200.json]
 
 The files are in benchmarks/results, and come from
 
     octavo bench moe --brief --weights cast,cached,codes,columns --optimizer --no-peers --json moe-memory-h200.json
-    octavo bench model --brief --no-peers --json model-memory-h200.json
+    octavo bench model --recipes fp8-delayed --no-peers --json model-h200.json
     python3 -m benchmarks.llama_8b --json llama-8b-h200.json
 
 The first two tables are for "Memory of a step" in docs/benchmarks-experts.md, without and with an
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("moe-memory-h200.json", "model-memory-h200.json", "llama-8b-h200.json")
+FILES = ("moe-memory-h200.json", "model-h200.json", "llama-8b-h200.json")
 TRAINED = {"full": "all weights", "streamed": "all weights, each updated in backward", "lora": "adapters"}
 
 

@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--whole", action="store_true", help="compile the model in one graph")
     parser.add_argument("--head", action="store_true", help="convert the head too")
+    parser.add_argument("--save-original-input", action="store_true", help="keep x for backward, not its codes")
     return study.run(parser, argv, measure, render)
 
 
@@ -129,7 +130,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     size = replace(size, batch=arguments.batch or size.batch)
     report: dict[str, Any] = {
         "machine": machine.describe(device), "size": asdict(size), "whole": arguments.whole, "head": arguments.head,
-        "results": [],
+        "save_original_input": arguments.save_original_input, "results": [],
     }  # fmt: skip
     for recipe in arguments.recipes:
         if recipe == TORCHAO and find_spec(TORCHAO) is None:
@@ -148,6 +149,9 @@ def trained(size: Size, recipe: str, arguments: argparse.Namespace, device: torc
     with device:
         model = Model(size)
     converted = made(model, recipe, head=arguments.head)
+    for module in model.modules():
+        if arguments.save_original_input and isinstance(module, octavo.Linear):
+            module.save_original_input = True
     call: Callable[[Tensor], Tensor] = model
     if arguments.whole:
         call = torch.compile(model, dynamic=False)

@@ -25,7 +25,7 @@ from tests.support.figures import (
 )
 
 LAYER = [8192, 4096, 14336]
-LINEAR, MLP, GROUPED = "linear-refactored-h200", "mlp-refactored-h200", "grouped-refactored-h200"
+LINEAR, MLP, GROUPED = "linear-h200", "mlp-h200", "grouped-h200"
 MOE, GEMMS, PERMUTE = "moe-h200", "grouped-gemms-h200", "permute-h200"
 MIXTURES = "moe-memory-h200"
 CHOOSING, FAQ = "docs/choosing-a-recipe.md", "docs/faq.md"
@@ -133,9 +133,9 @@ def test_the_table_of_experts():
 
 def test_cases_in_which_fp8_loses():
     text = section(CHOOSING, "## When FP8 loses")
-    small, plain = shapes(LINEAR)[0]["fp8-block"], shapes(LINEAR)[0]["nn.Linear"]
-    eager, graph = plain["ms"] / small["ms"], plain["graph_ms"] / small["graph_ms"]
-    assert f"`fp8-block` has {eager:.2f} of bf16's speed eager, {graph:.2f} from a CUDA graph" in text
+    stack = results("host-h200")["subjects"]["of a stack"]
+    small, plain = (statistics.median(stack[case]["eager"]) for case in ("octavo fp8-block", "nn.Linear"))
+    assert f"`fp8-block` takes the host {small:.0f} µs, `nn.Linear` {plain:.0f}" in text
 
     def span(rows, form):
         return f"{min(rows):{form}} to {max(rows):{form}}"
@@ -153,7 +153,7 @@ def test_cases_in_which_fp8_loses():
 
 def test_the_table_beside_torchao_of_the_faq():
     rows = tables(FAQ, "## How does Octavo differ from torchao?")[1][1:]
-    block, fused, linear = mlp("block-h200"), mlp("mlp-h200"), layer("linear-slow-host-h200")
+    block, fused, linear = mlp("block-h200"), mlp("mlp-torchao-h200"), layer("linear-slow-host-h200")
 
     def row(found, first, peer, field, form, file):
         return [
@@ -165,8 +165,8 @@ def test_the_table_beside_torchao_of_the_faq():
     assert [each[1:] for each in rows] == [
         row(block, "bf16", "torchao tensorwise", "ms", ".2f", "block-h200"),
         row(block, "bf16", "torchao tensorwise", "peak_mib", ".0f", "block-h200"),
-        row(fused, "bf16 compiled", compiled, "ms", ".2f", "mlp-h200"),
-        row(fused, "bf16 compiled", compiled, "kept_mib", ".0f", "mlp-h200"),
+        row(fused, "bf16 compiled", compiled, "ms", ".2f", "mlp-torchao-h200"),
+        row(fused, "bf16 compiled", compiled, "kept_mib", ".0f", "mlp-torchao-h200"),
         row(linear, "nn.Linear", compiled, "ms", ".2f", "linear-slow-host-h200"),
     ]
 
@@ -246,7 +246,7 @@ def test_the_table_of_the_mlp():
         row = mlp()[named.get(case, case)]
         graph = f"{row['graph_ms']:.3f}" if "graph_ms" in row else "–"
         assert cells == [f"{row['ms']:.3f}", graph, f"{row['kept_mib']:.0f}"], label
-    older, text = mlp("mlp-h200"), section(BENCHMARKS, "## A norm and an MLP").replace("\n", " ")
+    older, text = mlp("mlp-torchao-h200"), section(BENCHMARKS, "## A norm and an MLP").replace("\n", " ")
     times = [older[case]["ms"] for case in ("bf16 compiled", "fp8-delayed", "torchao tensorwise compiled")]
     assert "bf16 compiled {:.3f} ms, fp8-delayed {:.3f}, torchao tensorwise compiled {:.3f}".format(*times) in text
 
@@ -399,23 +399,6 @@ def test_the_table_of_the_host():
     )
 
 
-def test_the_table_of_a_whole_model():
-    names = {"blocks": "octavo fp8-delayed, blocks", "convert": "octavo fp8-delayed, convert"}
-    found = {row["case"]: row for row in results("model-h200")["results"]}
-    shown = tables(BENCHMARKS, "## A whole model")[0][1:]
-    assert len(shown) == len(found)
-    for label, *cells in shown:
-        for short, name in names.items():
-            label = label.replace(f"`fp8-delayed`, {short}", name)
-        row = found[label]
-        assert cells == [
-            f"{row['ms']:.2f}",
-            f"{row['of_bf16']:.3f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['peak_mib']:.0f}",
-        ]
-
-
 def test_the_runs_of_a_whole_model_in_the_log():
     for label, _, *cells in tables(LOG, "## A whole model")[0][1:]:
         found = {row["case"]: row["ms"] for row in results(re.search(r"\[([\w-]+)\.json", label).group(1))["results"]}
@@ -447,7 +430,7 @@ def test_the_table_of_a_whole_models_kernels():
         part = part_of_a_model(each["kernel"])
         parts[part] = parts.get(part, 0) + each["ms"]
     assert f"take {sum(parts.values()):.1f} ms of the GPU" in section(BENCHMARKS, "## A whole model")
-    shown = tables(BENCHMARKS, "## A whole model")[2][1:]
+    shown = tables(BENCHMARKS, "## A whole model")[1][1:]
     assert len(shown) == len(parts)
     for ms, label in shown:
         (found,) = [parts[part] for part in parts if label.startswith(part)]
@@ -542,3 +525,28 @@ def test_the_ways_of_one_rank_of_experts():
     want = "took {} times one process eager, {} captured, {} compiled, and {} compiled and captured"
     assert want.format(*(f"{row['of_one_process']:.3f}" for row in rows)) in text
     assert max(row["of_one_process"] for row in rows) <= 1.05
+
+
+def test_the_table_of_vision_models():
+    names = {"ViT-B/16": "vit", "DiT-B/2": "dit"}
+    rows = tables(LOSS, "### Vision models")[0][1:]
+    assert len(rows) == 2
+    for label, *cells in rows:
+        (found,) = results(f"vision-{names[label]}-h200")["results"]
+        assert cells == [
+            " ".join(f"{loss:.4f}" for loss in found["bf16"]),
+            " ".join(f"{gap:+.2f}" for gap in found["gaps_percent"]),
+            f"{found['mean_percent']:+.2f}",
+            f"{found['spread_percent']:.2f}",
+        ], label
+
+
+def test_the_table_of_nanochat():
+    found = {row["recipe"]: row for row in results("nanochat-h200")["results"]}
+    rows = tables(BENCHMARKS, "### nanochat beside torchao")[0][1:]
+    assert len(rows) == len(found)
+    for label, *cells in rows:
+        row = found[label.replace("`", "").split()[0]]
+        times = row["tokens_per_s"] / found["bf16"]["tokens_per_s"]
+        want = [f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{times:.2f}", f"{row['peak_gib']:.1f}"]
+        assert cells == want, label
