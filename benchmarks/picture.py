@@ -1,16 +1,21 @@
-"""Draws the picture of README.md from the committed results: `python3 -m benchmarks.picture`.
+"""Draws the picture of README.md, and the page of the gallery, from the committed results: `python3 -m
+benchmarks.picture`.
 
 Left: the time of a training step of a whole model. The parts of a bar are shares of the time of its kernels. Right: how
 far the loss of a small GPT is from bf16's, the mean of four seeds and their standard deviation. Plain SVG, without any
-library: a light card, so that it reads the same on a light and on a dark page.
+library: a light card, so that it reads the same on a light and on a dark page. The gallery's page is that of a run of
+`octavo train`.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+from octavo.demo.page import render
+
 RESULTS = Path(__file__).parent / "results"
-TARGET = Path(__file__).parents[1] / "docs" / "images" / "h200.svg"
+DOCS = Path(__file__).parents[1] / "docs"
+TARGET, PAGE = DOCS / "images" / "h200.svg", DOCS / "gallery" / "llama-h200.html"
 WIDTH, HEIGHT, TOP, ROW, BAR = 860, 300, 92, 34, 18
 INK, MUTED, GRID, OURS = "#1f2933", "#52606d", "#d9e2ec", "#2f6fde"
 PARTS = {"matrix products": "#2f6fde", "attention": "#9aa5b1", "AdamW": "#c3cbd4", "the rest": "#e4e7eb"}
@@ -121,7 +126,13 @@ def draw() -> str:
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img'>", title, *parts, "</svg>\n"])
 
 
+def page() -> str:
+    """Return the page of a Llama in two recipes."""
+    return render(load("llama-h200"))
+
+
 if __name__ == "__main__":
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(draw())
-    print(f"wrote {TARGET}")
+    for target, written in ((TARGET, draw()), (PAGE, page())):
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(written)
+        print(f"wrote {target}")

@@ -99,8 +99,9 @@ def test_the_cost_of_emulation():
     assert f"about {emulated()['mxfp8']:.1f} and {emulated()['nvfp4']:.1f} times as long as bf16" in text
 
 
-def test_the_picture_is_drawn_from_the_results():
+def test_the_picture_and_the_page_are_drawn_from_the_results():
     assert picture.TARGET.read_text() == picture.draw(), "run python3 -m benchmarks.picture"
+    assert picture.PAGE.read_text() == picture.page(), "run python3 -m benchmarks.picture"
 
 
 # -- choosing a recipe -------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ def test_the_page_about_memory():
     found = cases(results(MODEL_MEMORY)["results"])
     cast, codes = (found[f"fp8-delayed, {how}, compiled"] for how in ("blocks", "codes"))
     for row, said in (
-        (cast, "Compiled blocks need {:,.0f} MiB"),
-        (codes, "With weights that are codes they need {:,.0f}"),
+        (cast, "Compiled, a model of fused operations needs {:,.0f} MiB"),
+        (codes, "With weights that are codes it needs {:,.0f}"),
     ):
         held, peak = row["held_mib"], row["peak_mib"]
         assert f"{said.format(held + peak)}: {held:,.0f} held and a peak of {peak:,.0f}." in text

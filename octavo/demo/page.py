@@ -3,6 +3,7 @@ memory, and how all of it was made."""
 
 import math
 from collections.abc import Container, Sequence
+from shlex import quote
 from statistics import fmean, stdev
 from typing import Any
 
@@ -88,6 +89,7 @@ def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Cont
     model = "moe" if shape.get("mixture") else shape["family"]
     size = ",".join(str(shape[name]) for name in ("width", "layers", "heads", "context") if name in shape)
     base = f"octavo train --model {model} --size {size} --steps {plan['steps']} --batch {plan['batch']}"
+    base += (f" --data {quote(plan['data'])}" if plan.get("data") else "") + (" --compile" if plan["compile"] else "")
     names = [run["recipe"] for run in others]
     sick = [run["recipe"] for run in others if outcome(run) in (ABOVE, LOST) and run["recipe"] not in policies]
     if sick:

@@ -35,8 +35,8 @@ ENGINES: dict[str, Any] = {"all-to-all": Exact, "padded": Padded, "symmetric": S
 class ExpertParallel(Dispatch):
     """A dispatcher over the ranks of a group, which have equally many experts each: rank 0 the first ones, and so on.
 
-    `octavo.MoE(..., ep_group=group)` makes one, with the default settings, and gives each rank its part of the experts.
-    Pass `dispatcher=ExpertParallel(...)` and `num_local_experts=` for others.
+    `octavo.MoE(..., ep_group=group)` makes one with the default settings. Pass `dispatcher=ExpertParallel(...)` for
+    others. Either way each rank gets its part of the experts.
 
     Recipes whose x has scales of its own in each row (fp8-rowwise, fp8-block, mxfp8) send codes and scales, about half
     of the bytes of bfloat16; backward sends dy so as well. The experts then make the column codes, for the weight

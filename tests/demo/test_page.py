@@ -53,6 +53,14 @@ def test_a_page_is_whole_and_loads_nothing():
         assert said in text
 
 
+def test_what_to_try_next_is_the_run_with_its_data_and_compiled():
+    other = report(BASE, run("fp8-block", FALLING, 1.501, gap_percent=0.1))
+    other["plan"] = {**other["plan"], "compile": True, "data": "my text.txt"}
+    said = "--batch 8 --data &#x27;my text.txt&#x27; --compile --recipe &quot;fp8-block&quot; --seed 1"
+    assert said in page.render(other)
+    assert "--data" not in page.render(BOTH) and "--compile" not in page.render(BOTH)
+
+
 def test_curves_stay_inside_of_their_charts():
     for points in PageReader(page.render(BOTH)).points:
         for x, y in (map(float, point.split(",")) for point in points.split()):

@@ -4,10 +4,12 @@ none of them, and each rank keeps its own."""
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
 from tests.support.linear_oracle import assert_same, spiky
+from tests.support.linear_shards import mesh_of
 from tests.support.state_tensors import named_state
 
 K, M, STEPS = 32, 16, 3
@@ -88,3 +90,33 @@ def test_gradients_in_main_grad_are_refused(ranks, compiles):
     for said, *others in ranks.run(fused_in_ddp, compiles, size=2):
         assert "DistributedDataParallel averages weight.grad" in said and "no_sync()" in said
         assert others == [True, True]
+
+
+def trained_codes(group, rank):
+    """Returns the codes of a weight before and after steps of an optimizer, and what a call of a sharded one says."""
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(octavo.Linear(K, K, recipe="fp8-block")) for _ in range(2))
+    octavo.quantize_weights(other)
+    fully_shard(other, mesh=mesh_of(group))
+    octavo.quantize_weights(model, trainable=True)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=0.1)
+    before = model[0].weight.row_codes.clone()
+    for step in range(STEPS):
+        wrapped((1 + rank) * spiky(M, K, seed=10 * rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        other(spiky(M, K))
+        said = ""
+    except octavo.errors.UnsupportedConfig as error:
+        said = str(error)
+    return before, model[0].weight.row_codes.clone(), said
+
+
+def test_ranks_train_equal_codes_and_fsdp_refuses_them(ranks):
+    """DDP averages the dense gradients of weights that are codes; FSDP2 would replace such a weight."""
+    (before, first, said), (_, second, _) = ranks.run(trained_codes, size=2)
+    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    assert not torch.equal(first.view(torch.uint8), before.view(torch.uint8))
+    assert "is stored as codes" in said
