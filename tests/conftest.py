@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import samples
+from tests import fast, samples
 
 # pytest listens to every logger, and for whoever listens torch.compile writes out its graphs: an eighth of its time
 logging.getLogger("torch.__trace").disabled = True
@@ -31,12 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast"):
-        from tests import fast
-
         kept = fast.chosen(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    samples.mark_the_rest(items)
+    else:
+        samples.mark_the_rest(items)
     # two minutes in one fixture: at the end of a run it would keep one process busy, and the other waiting
     items.sort(key=lambda item: item.path.name != "test_offline.py")
     if not torch.cuda.is_available():

@@ -38,6 +38,12 @@ def chosen(items: Sequence[Any]) -> set[Any]:
     return {item for function, item in first.items() if function not in slow}
 
 
+def functions_of(path: Path) -> set[str]:
+    """The names of the functions that a file defines; none if there is no such file, since a run may be older."""
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
 def slow_in(log: str) -> list[str]:
     """The functions whose cheapest case took long in a run with this output, and those that share a long setup: the
     first function of a file that takes a module's fixture pays for it, and without that one the next would."""

@@ -123,11 +123,11 @@ def whole_weights(rank):
             call()
 
 
-def _process(rank, store):
+def _process(rank, store, recipes):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for compiled in (False, True):
-        for recipe in RECIPES:
+        for recipe in recipes:
             train("dense", recipe, rank, compiled=compiled)
         train("experts", "fp8-delayed", rank, compiled=compiled)
     from_meta(rank)
@@ -137,8 +137,9 @@ def _process(rank, store):
     dist.destroy_process_group()
 
 
-def test_two_processes_that_hold_half_of_each_parameter(tmp_path):
-    mp.spawn(_process, (str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.parametrize("recipes", [RECIPES[1:3], pytest.param(RECIPES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_two_processes_that_hold_half_of_each_parameter(recipes, tmp_path):
+    mp.spawn(_process, (str(tmp_path / "store"), recipes), nprocs=2)
 
 
 class Scaled(nn.Module):
