@@ -1,6 +1,5 @@
 """The selection of `make test-fast`: one case of a function, none of a slow one, and a list that fits the tests."""
 
-import ast
 from typing import NamedTuple
 
 from tests import fast
