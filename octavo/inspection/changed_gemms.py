@@ -280,11 +280,8 @@ def _input_gradient(call: Any, changes: GemmChanges, inputs: Any, buffers: Any, 
     x = inputs.weight.new_empty(0, w.shape[1])  # no GEMM of dx reads x
     given, plain = _with_values(inputs, x, w), replace(call, x="plain", weight="plain")
     if changes.is_emulated:
-        saved = _scaling(plain, given)
-        left, right = _operands(
-            changes, plain, given, (flat(dy), w.T), ("dy", "w"), (BackwardCall(plain, saved, buffers, None, DENSE), dy)
-        )
-        found = product(left, right, dy.dtype, None, "precise").view(*dy.shape[:-1], w.shape[1])
+        found = _product(changes, plain, given, (flat(dy), w.T), ("dy", "w"), buffers, dy, dy.dtype)
+        found = found.view(*dy.shape[:-1], w.shape[1])
     else:
         found = _own_backward(plain, given, buffers, dy, None)[0]  # type: ignore[assignment]
     return changes.replaced("dx", found)
@@ -302,12 +299,8 @@ def _weight_gradient(
     w = _values(call, inputs, "w")
     given, plain = _with_values(inputs, x, w), replace(alone, x="plain", weight="plain")
     if changes.is_emulated:
-        saved = _scaling(plain, given)
-        left, right = _operands(
-            changes, plain, given, (flat(dy).T, flat(x).T), ("dy", "x"),
-            (BackwardCall(plain, saved, buffers, None, DENSE), dy),
-        )  # fmt: skip
-        dw = product(left, right, DTYPES[call.weight_dtype], None, "precise")
+        operands, dtype = (flat(dy).T, flat(x).T), DTYPES[call.weight_dtype]
+        dw = _product(changes, plain, given, operands, ("dy", "x"), buffers, dy, dtype)
     else:
         dw = _own_backward(plain, given, buffers._replace(main_grad=None), dy, None)[1]  # type: ignore[assignment]
     dw = changes.replaced("dw", dw)
@@ -316,7 +309,13 @@ def _weight_gradient(
     return deliver(call, dw, buffers.main_grad, writes)
 
 
-def _scaling(call: Any, inputs: Any) -> Any:
-    """Return what a cast of dy reads: its part of delayed scaling."""
-    dy = (*inputs.scaling[call.dy_scaling], None, None)[:2]
-    return LinearSaved(dy_inverse_scale=dy[0], dy_amax_count=dy[1])
+def _product(
+    changes: GemmChanges, call: Any, inputs: Any, operands: tuple[Tensor, Tensor], names: tuple[str, str],
+    buffers: Any, dy: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Multiply the values of two operands in backward. A cast of dy reads its part of delayed scaling."""
+    scale, count = (*inputs.scaling[call.dy_scaling], None, None)[:2]
+    saved: Any = LinearSaved(dy_inverse_scale=scale, dy_amax_count=count)
+    of_dy = BackwardCall(call, saved, buffers, None, DENSE), dy
+    left, right = _operands(changes, call, inputs, operands, names, of_dy)
+    return product(left, right, dtype, None, "precise")

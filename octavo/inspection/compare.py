@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import copied
+from octavo.inspection.heat import shaded
 from octavo.inspection.inspect import inspect
 from octavo.inspection.inspected_layer import is_inspected
 from octavo.inspection.page_file import write
@@ -255,14 +256,9 @@ class Comparison(NamedTuple):
 def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> HeatRow:
     """Return a row of the page, from the text of its columns."""
     errors, cosines = (row.first_error, row.second_error), (row.first, row.second)
-    shades = [0.0, *(_shade(value, COSINE) for value in cosines), *(_shade(value, ERROR) for value in errors), 0.0]
+    shades = [0.0, *(shaded(value, COSINE) for value in cosines), *(shaded(value, ERROR) for value in errors), 0.0]
     name, *texts = cells
     return HeatRow(one_line(name), [Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}")
-
-
-def _shade(value: float, bounds: tuple[float, float]) -> float:
-    good, bad = bounds
-    return min(max((value - good) / (bad - good), 0.0), 1.0) if math.isfinite(value) else 1.0
 
 
 @torch.inference_mode(False)

@@ -1,5 +1,6 @@
 """The heat map of a recipe: its layers by what they measure, the worst first, each cell shaded by one stated scale."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -147,9 +148,15 @@ class HeatMap:
         """Return the mean, shaded by how bad it is; each step's value is in the title."""
         if not by_step:
             return Cell("–")
-        mean, (good, bad) = fmean(by_step.values()), bounds
+        mean = fmean(by_step.values())
         each = ", ".join(f"step {step}: {spoken(value, number)}" for step, value in by_step.items() if step is not None)
-        return Cell(spoken(mean, number), min(max((mean - good) / (bad - good), 0.0), 1.0), each)
+        return Cell(spoken(mean, number), shaded(mean, bounds), each)
+
+
+def shaded(value: float, bounds: tuple[float, float]) -> float:
+    """Return how dark a cell is, of the values at which it is not and is fully shaded."""
+    good, bad = bounds
+    return min(max((value - good) / (bad - good), 0.0), 1.0) if math.isfinite(value) else 1.0
 
 
 def shade_of(numbers: Mapping[str, float]) -> float:

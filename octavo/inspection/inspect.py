@@ -7,8 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
@@ -21,9 +19,9 @@ from octavo.inspection.page_file import write
 from octavo.inspection.picture import Picture, drawing
 from octavo.inspection.provenance import subject
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES, fold
-from octavo.inspection.steps import Loss, listed
+from octavo.inspection.steps import Loss, count_steps, listed
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
-from octavo.model.layer_lookup import check_model, layers
+from octavo.model.layer_lookup import alive, check_model, layers
 from octavo.model.policy import Policy
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes import recipe as resolve
@@ -75,12 +73,7 @@ class Inspection:
     # -- the block -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        model = self._model()
-        if model is None:
-            raise UnsupportedConfig(
-                "octavo.inspect keeps no model alive, and the one of this block was deleted. Keep the model in a "
-                "variable, and call octavo.inspect(model) again."
-            )
+        model = alive(self._model, "inspect")
         found = list(layers(model))
         taken = [path for path, layer in found if is_inspected(layer)]
         if taken or not found:
@@ -105,7 +98,7 @@ class Inspection:
         except BaseException:
             self._leave()
             raise
-        self._hook = register_optimizer_step_post_hook(_counter(weakref.ref(self)))
+        self._hook = count_steps(self)
         self._inside, self._given = True, None
         return self
 
@@ -136,12 +129,6 @@ class Inspection:
         if self._hook is not None:
             self._hook.remove()
         self._switch.end()
-
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        model = self._model()
-        own = set() if model is None else {id(p) for p in model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self.next_step()
 
     def next_step(self) -> None:
         """Count a step, so that `every` applies. A step of an optimizer with parameters of the model calls it; call it
@@ -439,17 +426,6 @@ def inspect(model: nn.Module, *, every: int = 1, html: str | Path | None = None,
     if type(every) is not int or every < 1:
         raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
     return Inspection(model, every, html, log)
-
-
-def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
-    """Return a hook of optimizers that counts steps for an inspection, and does not keep it alive."""
-
-    def count(optimizer: Optimizer, *_: Any) -> None:
-        found = inspection()
-        if found is not None:
-            found._after_optimizer(optimizer)
-
-    return count
 
 
 def _named(numbers: list[float]) -> dict[str, Any]:
