@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo._torch.modules import plain_name
 from octavo.checkpoints.published.layout_choice import config_of, entry_for
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
-from octavo.checkpoints.published.loading import values_of_piece
+from octavo.checkpoints.published.loading import Source, values_of
 from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layer_of, matched, model_tensors
 from octavo.checkpoints.published.published_names import Piece, ways
 from octavo.checkpoints.published.shards import (
@@ -298,7 +298,7 @@ def _like_dequantized(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> It
 
     def make(entry: Entry) -> Tensor:
         own = piece.of(model_tensor.tensor.detach())
-        if not torch.equal(values_of_piece(fill, piece, entries, own.dtype, own.device), own):
+        if not torch.equal(values_of(fill, piece, Source(entries), own.dtype, own.device), own):
             raise UnsupportedConfig(
                 f"{model_tensor.name} was dequantized from {layout.name} and trained as values, so no codes are its "
                 f"own. Give its layer a recipe before you train, or save with layout=, which saves it as values."

@@ -138,8 +138,6 @@ def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     (tokens, hidden, ffn), floors = report["shape"], report["floors"]
     title = (
         f"RMSNorm, SwiGLU MLP, {tokens} x {hidden} x {ffn}: floor {floors['fp8_ms']:.3f} ms in FP8 "
