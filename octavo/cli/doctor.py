@@ -69,13 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report["failed"] else 0
 
 
-def diagnose(device: torch.device) -> dict[str, Any]:
-    """Return the whole report, as plain data."""
-    report: dict[str, Any] = {}
-    examine(device, report)
-    return report
-
-
 def examine(device: torch.device, report: dict[str, Any]) -> None:
     """Fill the report, one recipe after another."""
     facts = machine.describe(device)

@@ -24,7 +24,7 @@ from octavo.inspection.model_memory import measure
 from octavo.inspection.report import CompileReport, Layer
 from octavo.inspection.steps import own_copy
 from octavo.model.convert import route
-from octavo.model.layer_lookup import layers
+from octavo.model.layer_lookup import check_model, layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.ambient import ambient
 from octavo.recipes.recipe import GEMMS
@@ -79,12 +79,16 @@ def explain(
         >>> report.graphs, len(report.breaks), report.count("octavo::run", "forward")
         (1, 0, 1)
     """
-    subject = copied(model)
+    model = uncompiled(model)
+    check_model(model, "explain", error=UnsupportedConfig)
+    subject = copied(model, "explain")
     first: Any = _Call(inputs, dict(kwargs or {}))
     devices = _devices(subject, first)
     device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
-    options = None if mode is None else _options(mode, dynamic)
+    if mode is not None:
+        check_choice(mode, modes(), what="mode")
+    options = None if mode is None else mode_options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]), capture.recording():
@@ -94,7 +98,7 @@ def explain(
                 _step(subject, compiled, batch, backward)
         counted = None
         if memory:
-            counted = measure(uncompiled(model), subject, lambda: _step(subject, subject, first, backward), optimizer)
+            counted = measure(model, subject, lambda: _step(subject, subject, first, backward), optimizer)
     return CompileReport(
         compiler=f"{'Tracing alone' if mode is None else f'Inductor, mode {mode}'}, on {device}",
         cudagraphs=cudagraphs,
@@ -110,18 +114,10 @@ def explain(
     )
 
 
-def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    check_choice(mode, modes(), what="mode")
-    return mode_options(mode, dynamic)
-
-
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
-def copied(model: Any, function: str = "explain") -> nn.Module:
-    model = uncompiled(model)
-    if not isinstance(model, nn.Module):
-        raise UnsupportedConfig(f"{function} takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
+def copied(model: nn.Module, function: str) -> nn.Module:
     try:
         subject: nn.Module = copy.deepcopy(model)
     except Exception as error:

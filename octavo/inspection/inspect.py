@@ -18,7 +18,7 @@ from octavo.inspection.inspection_page import Made, page
 from octavo.inspection.page_file import write
 from octavo.inspection.picture import Picture, drawing
 from octavo.inspection.provenance import subject
-from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES, fold
+from octavo.inspection.statistics import SHAPE, TENSORS, fold
 from octavo.inspection.steps import Loss, count_steps, listed
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
 from octavo.model.layer_lookup import alive, check_model, layers
@@ -428,19 +428,10 @@ def inspect(model: nn.Module, *, every: int = 1, html: str | Path | None = None,
     return Inspection(model, every, html, log)
 
 
-def _named(numbers: list[float]) -> dict[str, Any]:
-    found: dict[str, Any] = dict(zip((*SUMS, *LARGEST), numbers, strict=False))
-    return found | {
-        "amaxes": tuple(numbers[AMAXES]),
-        "scales": tuple(numbers[SCALES]),
-        "values": tuple(numbers[VALUES]),
-    }
-
-
 def _rows(path: str, state: LayerState, stats: Tensor) -> list[TensorRow]:
     """Return the rows of a layer's tensors that were measured; one of zeros if none was."""
     numbers = stats.tolist()
-    made = [row_of(path, state, name, _named(numbers[i])) for i, name in enumerate(TENSORS)]
+    made = [row_of(path, state, name, numbers[i]) for i, name in enumerate(TENSORS)]
     return [row for row in made if row.calls] or made[:1]
 
 

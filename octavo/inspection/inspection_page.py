@@ -108,9 +108,7 @@ def _heat(name: str, layers: Sequence[str], rows: Sequence[TensorRow], findings:
     for row in rows:
         if row.layer in found:
             found[row.layer][row.tensor] = row.numbers()
-    heat = HeatMap(name, [Sample(None, found)], ())
-    own = [sentence for sentence in findings if heat.layer_of(sentence) is not None]
-    return HeatMap(name, [Sample(None, found)], own)
+    return HeatMap(name, [Sample(None, found)], findings)
 
 
 def _own(samples: Sequence[Sample], heat: HeatMap) -> list[Sample]:

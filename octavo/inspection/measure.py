@@ -116,7 +116,8 @@ class Call(NamedTuple):
         dx: Tensor | None
         dx, dw, *_ = layer.backward(self.float32_reference, self._saved(exact), layer.Buffers(), (rows.float(),))
         if config.wants_dw:
-            _, saved = layer.forward_and_save(self.wgrad, self._flat_inputs(), True)
+            given = self.inputs if x is None else self.inputs._replace(x=as_matrix(self.inputs.x))
+            _, saved = layer.forward_and_save(self.wgrad, given, True)
             seed = None if self.seed is None else self.seed.clone()
             own = layer.backward(self.wgrad, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
             record_result(stats, "dw", own, dw)
@@ -167,11 +168,6 @@ class Call(NamedTuple):
             return read(given_rows(spec, inputs.x_codes, self.groups, k, self.config.y_dtype), k)
         shape = (inputs.x_codes[0].shape[0], k)
         return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype), k)
-
-    def _flat_inputs(self) -> Any:
-        """Return the inputs, with the leading dims of x folded."""
-        x = self.inputs.x
-        return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=as_matrix(x))
 
     def _saved(self, exact: Any) -> Any:
         """Select the tensors that the float32 reference's backward needs, without running its forward: unquantized,

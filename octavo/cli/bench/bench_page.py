@@ -80,14 +80,12 @@ def sections_of(report: Row) -> list[Section]:
         title = ", ".join(f"{n} {name}".strip() for n, name in zip(entry["shape"], names, strict=True))
         found.append(Section(title, "ms", entry["results"]))
     for subject, modes in report.get("subjects", {}).items():
-        rows = [{"case": case, **_medians(own)} for case, own in modes.items()]
+        rows = []
+        for case, readings in modes.items():
+            medians = {mode: statistics.median(us) for mode, us in readings.items() if us}
+            rows.append({"case": case, "us": next(iter(medians.values()), None), **medians})
         found.append(Section(subject, "us", rows))
     return [one for one in found if one.times()]
-
-
-def _medians(modes: Row) -> Row:
-    medians = {mode: statistics.median(readings) for mode, readings in modes.items() if readings}
-    return {"us": next(iter(medians.values()), None), **medians}
 
 
 def render(report: Row, columns: Columns, text: str) -> str:
