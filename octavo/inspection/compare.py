@@ -17,7 +17,7 @@ from octavo.inspection.inspected_layer import is_inspected
 from octavo.inspection.page_file import write
 from octavo.inspection.picture import Histogram, pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance, subject
-from octavo.inspection.steps import Batch, Loss, give_recipe, gradients_of, listed
+from octavo.inspection.steps import Batch, Loss, give_recipe, listed, seeded_gradients
 from octavo.inspection.webpage import (
     EXAMPLE,
     Card,
@@ -310,14 +310,10 @@ def compare(
     names = [name for name, p in subjects[0].named_parameters() if p.requires_grad]
     sums: dict[str, Tensor] = {}
     losses = []
-    gpus = [t.device for t in model.parameters() if t.device.type == "cuda"]
     for place, batch in enumerate(runs):
         found = []
         for copy in subjects:
-            with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))):
-                torch.manual_seed(place)
-                copy.zero_grad()
-                found.append(gradients_of(copy, batch, loss))
+            found.append(seeded_gradients(copy, batch, loss, place))
             step(copy)
         losses.append(torch.stack([value.double() for value in found]))
         _add(sums, names, [dict(copy.named_parameters()) for copy in subjects])
@@ -326,18 +322,17 @@ def compare(
     rows.sort(key=lambda row: row.parameter != ALL)  # the sum is known last, and comes first
     losses_of = (means[0], means[1], means[2])
     names_of = (name_of(recipes[1]), name_of(recipes[2]))
-    worst = tuple(_worst(copy, runs[0], loss, gpus) for copy in subjects[1:])
+    worst = tuple(_worst(copy, runs[0], loss) for copy in subjects[1:])
     return Comparison(names_of, len(runs), losses_of, tuple(rows), subject(model), worst)
 
 
-def _worst(model: nn.Module, batch: Batch, loss: Loss | None, gpus: Sequence[torch.device]) -> tuple[Histogram, ...]:
+def _worst(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[Histogram, ...]:
     """Return the histograms of the worst casts of one more forward and backward; none in a block of `octavo.inspect`,
     whose copies record nothing more."""
     if any(is_inspected(layer) for _, layer in layers(model)):
         return ()
-    with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))), inspect(model) as report:
-        torch.manual_seed(0)
-        gradients_of(model, batch, loss)
+    with inspect(model) as report:
+        seeded_gradients(model, batch, loss, 0)
     states, rows = report._results()
     return tuple(worst_of(states, rows, PICTURED))
 

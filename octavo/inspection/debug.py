@@ -3,7 +3,7 @@
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Self
 
@@ -82,7 +82,7 @@ class Debugging:
         changed = [(path, layer, own) for path, layer, own in found if own and isinstance(layer, Linear)]
         for path, layer, own in changed:
             number = str(next(_NUMBERS))
-            TABLES[number] = Table(path, own, _counter(weakref.ref(self)))
+            TABLES[number] = Table(path, own, self)
             kind: Any = type(layer)
             layer.__dict__["changes_table"] = number
             layer.__class__ = changed_class(kind)
@@ -180,11 +180,3 @@ def debug(model: nn.Module, changes: Change | Iterable[Change] | str | os.PathLi
     model = uncompiled(model)
     check_model(model, "debug", error=UnsupportedConfig)
     return Debugging(model, changes_of(changes))
-
-
-def _counter(block: "weakref.ref[Debugging]") -> Callable[[], int]:
-    def step() -> int:
-        found = block()
-        return 0 if found is None else found._step
-
-    return step

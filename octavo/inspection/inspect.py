@@ -20,7 +20,7 @@ from octavo.inspection.picture import Picture, drawing
 from octavo.inspection.provenance import subject
 from octavo.inspection.statistics import SHAPE, TENSORS, fold
 from octavo.inspection.steps import Loss, count_steps, listed
-from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
+from octavo.inspection.tensor_rows import LayerState, TensorRow, by_layer, row_of, table, worst_first
 from octavo.model.layer_lookup import alive, check_model, layers
 from octavo.model.policy import Policy
 from octavo.ops.quantized import UNQUANTIZED, Quantized
@@ -156,11 +156,7 @@ class Inspection:
             rows += _rows(path, state, own)
             fold(self._folded.setdefault(path, torch.zeros_like(own)), own)
             stats.zero_()
-        layers: dict[str, dict[str, dict[str, float]]] = {}
-        for row in rows:
-            if row.calls:
-                layers.setdefault(row.layer, {})[row.tensor] = row.numbers()
-        self._samples.append(Sample(self._step, layers))
+        self._samples.append(Sample(self._step, by_layer(row for row in rows if row.calls)))
         if self._log is not None:
             self._log(self._step, _flat(rows))
         if self._html is not None:

@@ -10,7 +10,7 @@ from octavo.inspection.findings import TRY
 from octavo.inspection.heat import HeatMap, Sample, label, scale, spoken
 from octavo.inspection.picture import pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance
-from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, cells
+from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, by_layer, cells
 from octavo.inspection.timeline import timelines
 from octavo.inspection.webpage import (
     EXAMPLE,
@@ -104,11 +104,8 @@ def headline(heats: Mapping[str, HeatMap], rows: Sequence[TensorRow]) -> str:
 
 
 def _heat(name: str, layers: Sequence[str], rows: Sequence[TensorRow], findings: Sequence[str]) -> HeatMap:
-    found: dict[str, dict[str, dict[str, float]]] = {layer: {} for layer in layers}
-    for row in rows:
-        if row.layer in found:
-            found[row.layer][row.tensor] = row.numbers()
-    return HeatMap(name, [Sample(None, found)], findings)
+    own = set(layers)
+    return HeatMap(name, [Sample(None, by_layer(row for row in rows if row.layer in own))], findings)
 
 
 def _own(samples: Sequence[Sample], heat: HeatMap) -> list[Sample]:

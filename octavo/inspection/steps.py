@@ -58,6 +58,15 @@ def gradients_of(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Te
     return value.detach()
 
 
+def seeded_gradients(model: nn.Module, batch: Batch, loss: Loss | None, seed: int) -> Tensor:
+    """Do the same for the gradients of this batch alone, with torch's generators at a seed; they are then as before."""
+    gpus = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    with torch.random.fork_rng(devices=list(gpus)):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        return gradients_of(model, batch, loss)
+
+
 def count_steps(block: Any) -> Any:
     """Have each step of an optimizer with parameters of a block's model call `block.next_step()`. Return the handle of
     the hook, which keeps the block not alive."""

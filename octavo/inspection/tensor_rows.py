@@ -1,7 +1,7 @@
 """The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.inspection.heat import shade_of
@@ -106,6 +106,14 @@ def row_of(path: str, state: LayerState, tensor: str, numbers: list[float]) -> T
         scales=tuple(numbers[SCALES]),
         values=tuple(numbers[VALUES]),
     )
+
+
+def by_layer(rows: Iterable[TensorRow]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the numbers of rows by layer, tensor and name."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        found.setdefault(row.layer, {})[row.tensor] = row.numbers()
+    return found
 
 
 def table(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,9 +46,7 @@ class LoadReport:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        by_recipe: dict[str, int] = {}
-        for name in self.codes.values():
-            by_recipe[name] = by_recipe.get(name, 0) + 1
+        by_recipe = Counter(self.codes.values())
         lines = [f"{self.layout}: " + ", ".join(f"{plural(n, 'weight')} as codes of {k}" for k, n in by_recipe.items())]
         lines[0] += f"{', ' if by_recipe else ''}{plural(len(self.values), 'tensor')} of values."
         if self.dequantized:
