@@ -7,7 +7,7 @@ copy has its own. A deep copy lacks the attributes of parameters, such as `main_
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from octavo.weights.quantized_weight import QuantizedWeight
 
 FOLLOWS = "from octavo.autocast"
 CUDAGRAPHS = "triton.cudagraphs"
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a model is called with, by position and by name
 REPLAYED = 3  # calls until a CUDA graph is replayed: warm-up, recording, replay
 
 
@@ -82,7 +83,7 @@ def explain(
     model = uncompiled(model)
     check_model(model, "explain", error=UnsupportedConfig)
     subject = copied(model, "explain")
-    first: Any = _Call(inputs, dict(kwargs or {}))
+    first: Call = inputs, dict(kwargs or {})
     devices = _devices(subject, first)
     device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
@@ -143,15 +144,8 @@ def _attribute(name: str, value: Any, weight: Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-class _Call(NamedTuple):
-    """The arguments of a call."""
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _call_of(entry: Any) -> _Call:
-    return _Call((), dict(entry)) if isinstance(entry, Mapping) else _Call(tuple(entry), {})
+def _call_of(entry: Any) -> Call:
+    return ((), dict(entry)) if isinstance(entry, Mapping) else (tuple(entry), {})
 
 
 def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
@@ -160,10 +154,10 @@ def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
     return list(dict.fromkeys(t.device for t in found if isinstance(t, Tensor)))
 
 
-def _step(model: nn.Module, compiled: Callable[..., Any], batch: _Call, backward: bool) -> None:
+def _step(model: nn.Module, compiled: Callable[..., Any], batch: Call, backward: bool) -> None:
     """Run one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    own, named = tree_map(own_copy, tuple(batch))
+    own, named = tree_map(own_copy, batch)
     made = [t for t in tree_leaves(compiled(*own, **named)) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
         lent = _lend_buffers(model)

@@ -38,11 +38,16 @@ def subject(model: nn.Module) -> Subject:
 
 def versions() -> str:
     """Return the versions of what this process computes with."""
+    found = {"octavo": __version__, "torch": torch.__version__, "triton": installed("triton")}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
-        triton = f", triton {metadata.version('triton')}"
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        triton = ""
-    return f"octavo {__version__}, torch {torch.__version__}{triton}"
+        return None
 
 
 def provenance(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli import machine
+from octavo.inspection.provenance import installed
 
 PACKAGES = ("torchao", "transformer_engine")
 
@@ -17,7 +17,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows [rows, K], weights 
 
 
 def versions() -> dict[str, str | None]:
-    return {name: machine.installed(name) for name in PACKAGES}
+    return {name: installed(name) for name in PACKAGES}
 
 
 def linears() -> dict[str, Callable[[int, int], nn.Module]]:
