@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from octavo.errors import UnsupportedHardware
-from octavo.inspection.provenance import installed
-from octavo.version import __version__
+from octavo.version import __version__, installed
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
+from octavo.inspection import webpage as web
 from octavo.inspection.explain import copied
 from octavo.inspection.heat import shaded
 from octavo.inspection.inspect import inspect
@@ -18,22 +19,6 @@ from octavo.inspection.page_file import write
 from octavo.inspection.picture import Histogram, pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance, subject
 from octavo.inspection.steps import Batch, Loss, give_recipe, listed, seeded_gradients
-from octavo.inspection.webpage import (
-    EXAMPLE,
-    Card,
-    Cell,
-    HeatRow,
-    cards,
-    document,
-    folded,
-    heat_map,
-    joined,
-    link,
-    section,
-    shading,
-    try_next,
-    unbroken,
-)
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.policy import Policy
 from octavo.model.step import step
@@ -150,17 +135,17 @@ class Comparison(NamedTuple):
         heat = [
             _heat_row(place, row, cells) for place, (row, cells) in enumerate(zip(self._ordered(), rows, strict=True))
         ]
-        maps = [heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1])]
+        maps = [web.heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1])]
         if rest := heat[SHOWN + 1 :]:
             said = f"{len(rest)} more parameters, whose errors differ less"
-            maps.append(folded(said, heat_map("The other gradients", header, rest)))
+            maps.append(web.folded(said, web.heat_map("The other gradients", header, rest)))
         parts = [
-            cards([self._card(place) for place in (0, 1)]),
-            section("Gradients", shading(f"{SHADING} {MEANING}"), *maps),
+            web.cards([self._card(place) for place in (0, 1)]),
+            web.section("Gradients", web.shading(f"{SHADING} {MEANING}"), *maps),
             pictures(dict(zip(self._names(), self.worst, strict=False))),
         ]
         said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
-        target = command.split()[2] if command.startswith("octavo compare ") else EXAMPLE
+        target = command.split()[2] if command.startswith("octavo compare ") else web.EXAMPLE
         commands = [f'octavo inspect {target} --recipe "{recipe}" --html inspect.html' for recipe in self.recipes]
         made = provenance(
             model=self.subject.model,
@@ -169,7 +154,7 @@ class Comparison(NamedTuple):
             device=self.subject.device,
             command=command,
         )
-        return document(self._headline(), made, [*parts, try_next(said, commands)])
+        return web.document(self._headline(), made, [*parts, web.try_next(said, commands)])
 
     def text(self, top: int | None = None) -> str:
         """Return the result as text, with A for the first recipe and B for the second.
@@ -221,23 +206,23 @@ class Comparison(NamedTuple):
         errors_said = f"error {_percent(low)}, against {_percent(high)} in {other}"
         return f"Gradients of {nearer} are nearer to unquantized ones: {errors_said}"
 
-    def _card(self, place: int) -> Card:
+    def _card(self, place: int) -> web.Card:
         whole, *rest = self.rows
         error = (whole.first_error, whole.second_error)[place]
         lines = [f"Cosine {(whole.first, whole.second)[place]:.5f}", f"Mean loss {self.losses[place + 1]:.5g}, "
                  f"{self.losses[0]:.5g} unquantized"]  # fmt: skip
         if rest:
             worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
-            row = link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
-            lines.append(joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
-        return Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
+            row = web.link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
+            lines.append(web.joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
+        return web.Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
 
     def _measured(self) -> str:
         return f"gradients over {plural(self.batches, 'batch', 'batches')}, without an optimizer"
 
     def _cells(self, rows: Sequence[ComparedRow]) -> list[tuple[str, ...]]:
         first, second = self._names()
-        sides = [joined(f"{what} ", unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
+        sides = [web.joined(f"{what} ", web.unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
         header = ["gradient of", "norm", *sides]
         cells: list[tuple[str, ...]] = [(*header, "mutual cosine")]
         for row in rows:
@@ -253,12 +238,14 @@ class Comparison(NamedTuple):
         return first, f"{second} (2)" if first == second else second
 
 
-def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> HeatRow:
+def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> web.HeatRow:
     """Return a row of the page, from the text of its columns."""
     errors, cosines = (row.first_error, row.second_error), (row.first, row.second)
     shades = [0.0, *(shaded(value, COSINE) for value in cosines), *(shaded(value, ERROR) for value in errors), 0.0]
     name, *texts = cells
-    return HeatRow(one_line(name), [Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}")
+    return web.HeatRow(
+        one_line(name), [web.Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}"
+    )
 
 
 @torch.inference_mode(False)

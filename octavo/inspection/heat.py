@@ -51,6 +51,10 @@ class Worst(NamedTuple):
     text: str
     shade: float
 
+    def line(self) -> Markup:
+        """Return the line of a card."""
+        return joined("Worst: ", link(self.name, self.anchor), f", {self.column} {self.text}")
+
 
 class HeatMap:
     """A recipe's heat map. `name` tells its anchors from those of other recipes on the page. Findings of other layers

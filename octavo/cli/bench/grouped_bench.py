@@ -52,7 +52,7 @@ Makers = dict[str, Callable[[Tensor, int, int], nn.Module]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, ("experts", "tokens", "in", "out"), SHAPES)
+    options.add_shapes(parser, cases.SHAPES["grouped"], SHAPES)
     options.add_recipes(parser, RECIPES)
     options.add_no_peers(parser)
 

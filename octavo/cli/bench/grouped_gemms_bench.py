@@ -36,7 +36,7 @@ COLUMNS = (("ms", "ms", ".3f"), ("TFLOP/s", "tflops", ".0f"))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, ("experts", "tokens", "in", "out"), SHAPES)
+    options.add_shapes(parser, cases.SHAPES["grouped-gemms"], SHAPES)
     options.add_recipes(parser, RECIPES)
 
 

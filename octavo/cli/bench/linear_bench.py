@@ -45,7 +45,7 @@ Makers = dict[str, Callable[[int, int], nn.Module]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, ("tokens", "in", "out"), SHAPES)
+    options.add_shapes(parser, cases.SHAPES["linear"], SHAPES)
     options.add_recipes(parser, SHIPPED)
     options.add_no_peers(parser)
 

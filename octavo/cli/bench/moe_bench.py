@@ -63,7 +63,6 @@ from octavo.recipes import recipe
 from octavo.weights.quantized_weight import QuantizedWeight
 
 SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
-NAMES = ("tokens", "experts", "top_k", "hidden", "feed-forward")
 RECIPES = ("fp8-delayed", "fp8-block")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 FACTS = {"bias": False, "method": cases.MEDIAN}
@@ -82,7 +81,7 @@ Make = Callable[[], nn.Module]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, NAMES, SHAPES)
+    options.add_shapes(parser, cases.SHAPES["moe"], SHAPES)
     options.add_recipes(parser, RECIPES)
     parser.add_argument(
         "--compiled", type=options.recipes_or_none, default=None, metavar="LIST",
@@ -394,7 +393,7 @@ def floors(shape: Shape) -> dict[str, float]:
 def render(report: dict[str, Any]) -> str:
     parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
-        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
+        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], cases.SHAPES["moe"], strict=True))
         parts.append(f"{title}\n{cases.render(COLUMNS, entry['results'])}")
         parts += [
             allocations.render(row["allocations"], row["case"]) for row in entry["results"] if "allocations" in row

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.inspection.provenance import installed
+from octavo.version import installed
 
 PACKAGES = ("torchao", "transformer_engine")
 
