@@ -20,7 +20,7 @@ from benchmarks import study
 from octavo._torch.compilation import any_number_of_graphs, reset
 from octavo.cli import machine, options
 from octavo.cli.bench import linear_bench
-from octavo.cli.bench.training_steps import batch, compiled, settled_step, step_ms, training_step
+from octavo.cli.bench.training_steps import batch, calibrated_step, compiled, step_ms, training_step
 from octavo.cli.timing import host_us
 
 SIZES = {
@@ -38,7 +38,7 @@ def steps(case: str, size: tuple[int, int, int], device: torch.device) -> dict[s
     stock = case == "nn.Linear"
     module = linear_bench.stock(k, n, device) if stock else linear_bench.low(k, n, case, device)
     x, dy = batch(tokens, k, n, device)
-    found = {"eager": settled_step(module, x, dy)}
+    found = {"eager": calibrated_step(module, x, dy)}
     return found | {"compiled": training_step(module, x, dy, compiled(module, device))}
 
 

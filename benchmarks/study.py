@@ -52,7 +52,7 @@ def run(
 
 def write(report: Report, path: Path | None) -> None:
     if path is not None:
-        output.write(path, output.as_json(report, 1) + "\n")
+        output.write(path, output.as_json(report) + "\n")
 
 
 def heading(report: Report, what: str) -> str:

@@ -23,15 +23,20 @@ if parse(torch.__version__) < OLDEST_TORCH:
     )
 
 
+def installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def untried() -> list[str]:
     """Return the installed torch and Triton that are newer, or older, than the versions that Octavo was tried with."""
     found = []
     for name, (oldest, newest) in TRIED.items():
-        try:
-            version = torch.__version__ if name == "torch" else metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if not oldest <= parse(version) <= newest:
+        version = torch.__version__ if name == "torch" else installed(name)
+        if version is not None and not oldest <= parse(version) <= newest:
             first, last = (".".join(map(str, end)) for end in (oldest, newest))
             found.append(f"{name} {version} (tried: {first} to {last})")
     return found

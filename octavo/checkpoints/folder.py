@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.checkpoints.tensor_file import Digest, damaged, opened, parse_json
+from octavo.checkpoints.tensor_file import Digest, damaged, read_json, write_text
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, warn_caller
 from octavo.text import plural
 from octavo.values import excerpt
@@ -153,10 +153,7 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
             f"{MANIFEST} has at most {LARGEST_MANIFEST} bytes, and this one would have {len(text)}. Shorten the names "
             "of the layers that have recipes."
         )
-    with open(path, "x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(path, text)
 
 
 def _sha256(content: dict[str, Any]) -> str:
@@ -228,11 +225,7 @@ def read_manifest(path: Path) -> Manifest:
     folder that is named by a step has that step."""
     file = path / MANIFEST
     try:
-        with opened(file) as stream:
-            text = stream.read(LARGEST_MANIFEST + 1)
-        if len(text) > LARGEST_MANIFEST:
-            raise damaged(file, f"it has more than {LARGEST_MANIFEST} bytes")
-        manifest = _manifest(file, parse_json(file, text))
+        manifest = _manifest(file, read_json(file, LARGEST_MANIFEST))
         for name, digest in manifest.files.items():
             size = (path / name).stat().st_size
             if size != digest.bytes:

@@ -4,6 +4,7 @@ import importlib
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def restorer(path: Path, state: Any) -> Callable[[], None]:
     InvalidCheckpoint for a state that a generator refuses; it asks new generators for that."""
     if not isinstance(state, dict) or not {"torch", "python"} <= set(state) <= {"torch", "python", "cuda", "numpy"}:
         raise damaged(path, "it has no state of random numbers")
-    numpy = _numpy() if "numpy" in state else None
+    numpy: Any = None
+    if "numpy" in state:
+        with suppress(ImportError):
+            numpy = importlib.import_module("numpy.random")
     try:
         gpus = range(min(len(state.get("cuda", ())), torch.cuda.device_count()))
         torch.Generator("cpu").set_state(state["torch"])
@@ -50,10 +54,3 @@ def restorer(path: Path, state: Any) -> Callable[[], None]:
             numpy.set_state(state["numpy"])
 
     return restore
-
-
-def _numpy() -> Any:
-    try:
-        return importlib.import_module("numpy.random")
-    except ImportError:
-        return None

@@ -159,6 +159,14 @@ def bytes_of(tensor: Tensor) -> Any:
     return memoryview(buffer).cast("B")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a new file of text, and return after the disk has it."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +278,15 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
             raise damaged(path, f"{what} has the dtype {entry['dtype']}, and the known ones are {', '.join(DTYPES)}")
         if len(entry["shape"]) > MOST_DIMS:
             raise damaged(path, f"{what} has the shape {excerpt(repr(entry['shape']))}, of more than {MOST_DIMS} sizes")
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Return the content of a JSON file of at most so many bytes."""
+    with opened(path) as stream:
+        text = stream.read(most + 1)
+    if len(text) > most:
+        raise damaged(path, f"it has more than {most} bytes")
+    return parse_json(path, text)
 
 
 def parse_json(path: Path, text: bytes | str, read_object: Callable[[dict[str, Any]], Any] = dict) -> Any:

@@ -65,15 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device = machine.parse_device(arguments.device)
     head, target = output.head("doctor", arguments), "-" if arguments.json else None
-    report = output.produce(partial(examine, device), render, target, indent=2, head=head)
+    report = output.produce(partial(examine, device), render, target, head=head)
     return 1 if report["failed"] else 0
-
-
-def diagnose(device: torch.device) -> dict[str, Any]:
-    """Return the whole report, as plain data."""
-    report: dict[str, Any] = {}
-    examine(device, report)
-    return report
 
 
 def examine(device: torch.device, report: dict[str, Any]) -> None:

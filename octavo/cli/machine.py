@@ -1,6 +1,5 @@
 """The machine that a report describes: versions and devices."""
 
-import importlib.metadata
 import platform
 from argparse import ArgumentParser
 from typing import Any
@@ -8,14 +7,7 @@ from typing import Any
 import torch
 
 from octavo.errors import UnsupportedHardware
-from octavo.version import __version__
-
-
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+from octavo.version import __version__, installed
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -46,12 +46,7 @@ def head(kind: str, arguments: Namespace) -> Report:
 
 
 def produce(
-    fill: Callable[[Report], None],
-    render: Callable[[Report], str],
-    target: str | None,
-    *,
-    indent: int = 1,
-    head: Report | None = None,
+    fill: Callable[[Report], None], render: Callable[[Report], str], target: str | None, *, head: Report | None = None
 ) -> Report:
     """Fill a report, which begins with its head, write it to `target` (a path, - or None), print it and return it.
 
@@ -63,18 +58,18 @@ def produce(
     except KeyboardInterrupt:
         with _undisturbed():
             report["interrupted"] = True
-            raise Interrupted(_keep(report, render(report), target, indent), report) from None
+            raise Interrupted(_keep(report, render(report), target), report) from None
     with _undisturbed():
-        deliver(report, render(report), target, indent=indent)
+        deliver(report, render(report), target)
     return report
 
 
-def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -> None:
+def deliver(report: Report, text: str, target: str | None) -> None:
     """Write the file, then prints: a closed pipe does not cost the file, and a full disk does not cost the text."""
     try:
-        _save(report, target, indent)
+        _save(report, target)
     finally:
-        _show(report, text, target, indent)
+        _show(report, text, target)
 
 
 def command_line(arguments: Namespace) -> str:
@@ -88,10 +83,10 @@ def say(sentence: str) -> None:
     print(printable(sentence), file=sys.stderr)
 
 
-def as_json(report: Report, indent: int) -> str:
+def as_json(report: Report) -> str:
     """Return a report as JSON, which has no word for NaN and Inf: they become the strings "NaN", "Infinity" and
     "-Infinity", which Python and JavaScript read back as numbers."""
-    return json.dumps(_plain(report), indent=indent, allow_nan=False)
+    return json.dumps(_plain(report), indent=1, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
@@ -104,34 +99,34 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
+def _keep(report: Report, text: str, target: str | None) -> str:
     """Deliver an unfinished report, and return a sentence that says where it went."""
     if not text:
         return "There were no results yet." + (f" {target} was not written." if _is_file(target) else "")
     went, trouble = [], ""
     try:
-        if _save(report, target, indent):
+        if _save(report, target):
             went.append(f"written to {target}")
     except Unsupported as unsupported_reason:
         trouble = f" {unsupported_reason}"
     try:
-        _show(report, text, target, indent)
+        _show(report, text, target)
         went.append("printed")
     except BrokenPipeError:  # Ctrl-C ends the whole pipeline, and the reader may end first
         drop_broken()
     return (f"The results so far were {' and '.join(went)}." if went else "The results could not be printed.") + trouble
 
 
-def _show(report: Report, text: str, target: str | None, indent: int) -> None:
-    print(as_json(report, indent) if target == "-" else printable(text), flush=True)
+def _show(report: Report, text: str, target: str | None) -> None:
+    print(as_json(report) if target == "-" else printable(text), flush=True)
 
 
-def _save(report: Report, target: str | None, indent: int) -> bool:
+def _save(report: Report, target: str | None) -> bool:
     """Write the report to `target` if that is a file; returns whether it is."""
     if target is None or not _is_file(target):
         return False
     try:
-        write(Path(target), as_json(report, indent) + "\n")
+        write(Path(target), as_json(report) + "\n")
     except OSError as error:
         raise UnsupportedConfig(
             f"--json could not be written to {target}: {error.strerror}. Name another file."

@@ -139,28 +139,20 @@ def _sizes(name: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     subjects = subjects_of(arguments)
-    page_at = _page_of(arguments)
+    page_at = arguments.html
+    if page_at is None and arguments.out is not None:
+        page_at = str(Path(arguments.out) / "report.html")
     if arguments.every is not None and page_at is None:
         raise UnsupportedConfig("--every N rewrites the page of the run, and there is none. Pass --html FILE too.")
     plan = plan_of(arguments, samples=0 if page_at is None else SAMPLES)
     with split_model.first_rank_speaks(plan.ranks, arguments):
-        return _report(arguments, plan, subjects)
+        return _report(arguments, plan, subjects, page_at)
 
 
-def _page_of(arguments: argparse.Namespace) -> str | None:
-    """Return the file of the page; None if there is to be none."""
-    if arguments.html is None and arguments.out is not None:
-        return str(Path(arguments.out) / "report.html")
-    found: str | None = arguments.html
-    return found
-
-
-def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
-    writes = plan.ranks is None or plan.ranks.is_first
-    page_at = _page_of(arguments) if writes else None
+def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject], page_at: str | None) -> int:
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
-    if saved is not None and plan.ranks is not None:
-        saved = replace(saved, writes=plan.ranks.is_first)
+    if plan.ranks is not None and not plan.ranks.is_first:
+        page_at, saved = None, None if saved is None else replace(saved, writes=False)
     try:
         live = page_at if plan.every is not None else None
         fill, head = partial(compare, plan, subjects, saved, live), output.head("train", arguments)
@@ -168,9 +160,8 @@ def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) 
     except output.Interrupted as stop:
         said = [str(stop), *_write_page(stop.report, page_at)]
         if saved is not None:
-            parser = argparse.ArgumentParser()
-            add_arguments(parser)
-            said.append(saves.how_to_resume(saved, arguments, parser))
+            again = output.command_line(arguments) + ("" if arguments.resume else " --resume")
+            said.append(saves.how_to_resume(saved, again))
         raise output.Interrupted(" ".join(said), stop.report) from None
     for sentence in _write_page(report, page_at):
         print(f"\n{sentence}", file=sys.stderr if arguments.json == "-" else sys.stdout)

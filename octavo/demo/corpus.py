@@ -22,8 +22,7 @@ CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))  # control characters t
 
 def load(path: str | None = None) -> tuple[Tensor, Tensor]:
     """Return a text's bytes, uint8: the part to train on, and the end that is held out. None is the book."""
-    raw = _book() if path is None else _read(path)
-    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(_bytes(path)), dtype=torch.uint8)
     cut = max(int(len(text) * (1 - HELD_OUT)), len(text) - MOST_HELD_OUT)
     return text[:cut], text[cut:]
 
@@ -42,15 +41,12 @@ def check(path: str | None, context: int) -> None:
 
 def digest(path: str | None) -> str:
     """Return a short name of a text's bytes."""
-    raw = _book() if path is None else _read(path)
-    return hashlib.sha256(raw).hexdigest()[:16]
+    return hashlib.sha256(_bytes(path)).hexdigest()[:16]
 
 
-def _book() -> bytes:
-    return resources.files("octavo.demo").joinpath("text", "alice.txt").read_bytes()
-
-
-def _read(path: str) -> bytes:
+def _bytes(path: str | None) -> bytes:
+    if path is None:
+        return resources.files("octavo.demo").joinpath("text", "alice.txt").read_bytes()
     try:
         raw = Path(path).read_bytes()
     except IsADirectoryError:

@@ -62,25 +62,11 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype of torch.autocast, if that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 class Attention(transformer.Attention):
     """Attention with rotary positions."""
 
     def placed(self, x: Tensor) -> Tensor:
         return rotate(F.rms_norm(x, x.shape[-1:]))  # bounded, so rounding changes it little
-
-
-class MixtureBlock(Block):
-    """A block whose MLP is a mixture of experts."""
-
-    def mlp_input(self, x: Tensor) -> Tensor:
-        # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
-        return as_autocast(super().mlp_input(x))
 
 
 def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
@@ -89,7 +75,7 @@ def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
     width, attention = shape.width, Attention(shape.width, shape.heads, device)
     if shape.mixture is None:
         return Block(width, attention, MLP(width, 4 * width, device, gated=False), device)
-    return MixtureBlock(width, attention, make_mixture(width, shape.mixture, device, plain=plain), device)
+    return Block(width, attention, make_mixture(width, shape.mixture, device, plain=plain), device)
 
 
 class GPT(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.demo.train_text import gap_text
 from octavo.inspection.heat import HeatMap
-from octavo.inspection.webpage import Card, joined, link
+from octavo.inspection.webpage import Card
 
 SEED_SPREAD = 0.5  # percent: the standard deviation of a small model's gap over seeds, after the default's 200 steps
 SEED_NOISE = 2 * SEED_SPREAD  # beyond which one run says something
@@ -83,7 +83,7 @@ def card(run: dict[str, Any], base: dict[str, Any], heat: HeatMap | None, *, gpu
     if heat is not None and worst is None:
         lines.append("No cell of its heat map is shaded.")
     if worst is not None:
-        lines.append(joined("Worst: ", link(worst.name, worst.anchor), f", {worst.column} {worst.text}"))
+        lines.append(worst.line())
     return Card(run["recipe"], _gap(run) if kind in MEASURED else "–", _small(run), lines, status)
 
 

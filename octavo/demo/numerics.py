@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo.demo.gpt import loss_of
 from octavo.inspection.inspect import inspect
 from octavo.inspection.picture import worst_of
+from octavo.inspection.tensor_rows import by_layer
 from octavo.model.layer_lookup import layers
 
 PICTURED = 2  # tensors of a sample
@@ -59,11 +60,8 @@ def tensors_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
         subject = copy.deepcopy(model)
         with inspect(subject) as report:
             loss_of(subject, batch).backward()  # type: ignore[no-untyped-call]
-        found: dict[str, dict[str, dict[str, float]]] = {}
-        for row in report.rows():
-            found.setdefault(row.layer, {})[row.tensor] = row.numbers()
         worst = [one._asdict() for one in worst_of(*report._results(), PICTURED)]
-        return {"layers": found, "findings": report.findings(), "worst": worst}
+        return {"layers": by_layer(report.rows()), "findings": report.findings(), "worst": worst}
 
 
 def bytes_kept(model: nn.Module, batch: Tensor) -> int:

@@ -9,24 +9,13 @@ from typing import Any
 
 from octavo.demo.headline import ABOVE, LOST, card, caution, headline, outcome
 from octavo.demo.train_text import gap_text, runs_of
+from octavo.inspection import webpage as web
 from octavo.inspection.charts import Curve, figure
 from octavo.inspection.heat import HeatMap, Sample, scale
 from octavo.inspection.inspection_page import RELOAD, RUNNING
 from octavo.inspection.picture import Histogram, pictures
 from octavo.inspection.provenance import provenance
 from octavo.inspection.timeline import timelines
-from octavo.inspection.webpage import (
-    Markup,
-    cards,
-    document,
-    folded,
-    heading,
-    named,
-    paragraph,
-    section,
-    table,
-    try_next,
-)
 
 SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
@@ -57,17 +46,17 @@ def render(report: dict[str, Any]) -> str:
     maps = [part for run in runs if run["recipe"] in heats for part in _numerics(run, heats[run["recipe"]], colours)]
     running = bool(report.get("running"))
     parts = [
-        *((paragraph(RUNNING),) if running else ()),
-        *((paragraph(caution(plan["steps"])),) if others else ()),
-        cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),
-        section(
+        *((web.paragraph(RUNNING),) if running else ()),
+        *((web.paragraph(caution(plan["steps"])),) if others else ()),
+        web.cards([card(run, base, heats.get(run["recipe"]), gpu=gpu) for run in others]),
+        web.section(
             "Loss",
             *(_gaps(runs, colours, plan["steps"]) if others else ()),
             figure(losses, title, "loss, nats per byte"),
             _summary(runs, colours),
         ),
         *(
-            (section("What the recipe does to each layer", paragraph(NUMERICS, soft=True), scale(), *maps),)
+            (web.section("What the recipe does to each layer", web.paragraph(NUMERICS, soft=True), scale(), *maps),)
             if heats
             else ()
         ),
@@ -78,12 +67,12 @@ def render(report: dict[str, Any]) -> str:
         *(part for run in runs if run.get("load") for part in _load(run)),
         *(_routes(report["routes"]) if report.get("routes") else ()),
         *(part for name, policy in report.get("policies", {}).items() for part in _rules(name, policy)),
-        folded("All settings", table("All settings", (), _settings(plan, report["machine"]), words=True)),
+        web.folded("All settings", web.table("All settings", (), _settings(plan, report["machine"]), words=True)),
     ]
-    return document(headline(runs, plan["steps"]), _made(report, runs), parts, reload=RELOAD if running else 0)
+    return web.document(headline(runs, plan["steps"]), _made(report, runs), parts, reload=RELOAD if running else 0)
 
 
-def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> Markup:
+def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Container[str]) -> web.Markup:
     """Return what to run now: a recipe that ended above with a GEMM of it unquantized, or this run with other seeds."""
     shape = plan["shape"]
     model = "moe" if shape.get("mixture") else shape["family"]
@@ -96,17 +85,17 @@ def _next(others: Sequence[dict[str, Any]], plan: dict[str, Any], policies: Cont
         said = "See whether the gap comes from the weight gradients or from the forward: leave one of them in bf16."
         name = sick[0].removesuffix(")") + (", " if sick[0].endswith(")") else "(")
         unquantized = [gemm for gemm in ("wgrad", "fprop") if f"{gemm}=" not in name]
-        return try_next(said, [f"{base} --recipe \"{name}{gemm}='bf16')\"" for gemm in unquantized])
+        return web.try_next(said, [f"{base} --recipe \"{name}{gemm}='bf16')\"" for gemm in unquantized])
     given = "".join(f" --policy {name}" if name in policies else f' --recipe "{name}"' for name in names)
     said = "Run other seeds: a gap that keeps its sign and size over three seeds is one."
-    return try_next(said, [f"{base}{given} --seed {plan['seed'] + n}" for n in (1, 2)])
+    return web.try_next(said, [f"{base}{given} --seed {plan['seed'] + n}" for n in (1, 2)])
 
 
 def _model(plan: dict[str, Any]) -> str:
     return "A GPT with experts" if plan["shape"].get("mixture") else MODELS[plan["shape"]["family"]]
 
 
-def _made(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Markup:
+def _made(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> web.Markup:
     facts, plan = report["machine"], report["plan"]
     shape = plan["shape"]
     width = f" of {shape['layers']} layers of {shape['width']} features" if "width" in shape else ""
@@ -135,7 +124,7 @@ def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, st
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str], whole: int) -> list[Markup]:
+def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str], whole: int) -> list[web.Markup]:
     """Return the curves of losses above the baseline's, and how to read them."""
     above = []
     for run in runs[1:]:
@@ -143,7 +132,7 @@ def _gaps(runs: Sequence[dict[str, Any]], colours: dict[str, str], whole: int) -
         above.append(Curve(run["recipe"], values, colours[run["recipe"]], band))
     title = f"Training loss above {runs[0]['recipe']} by step, running means"
     said = [NOISE, *([BAND] if any(curve.with_band() for curve in above) else []), RANKING]
-    return [figure(above, title, "above bf16, percent", zero=True), paragraph(" ".join(said), soft=True)]
+    return [figure(above, title, "above bf16, percent", zero=True), web.paragraph(" ".join(said), soft=True)]
 
 
 def smooth(values: Sequence[float], whole: int) -> list[float]:
@@ -175,26 +164,28 @@ def _reaches(steps: int, whole: int) -> list[tuple[int, int]]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
+def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> web.Markup:
     rows = []
     for run in runs:
         ended, reached = run["loss"] is not None, len(run["losses"])
         rows.append([
-            named(colours[run["recipe"]], run["recipe"]),
+            web.named(colours[run["recipe"]], run["recipe"]),
             f"{run['loss']:.4f}" if ended else f"{'at' if run.get('running') else 'interrupted after'} step {reached}",
             gap_text(run),
             f"{run['losses'][-1]:.4f}",
             f"{run['tokens_per_s']:.0f}" if ended else "",
         ])  # fmt: skip
-    return table("How the runs ended", ("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows)
+    return web.table(
+        "How the runs ended", ("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows
+    )
 
 
-def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> list[Markup]:
+def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> list[web.Markup]:
     """Return a table of time and memory."""
     tokens = plan["batch"] * plan["shape"]["context"]
     rows = [
         [
-            named(colours[run["recipe"]], run["recipe"]),
+            web.named(colours[run["recipe"]], run["recipe"]),
             f"{1e3 * tokens / run['tokens_per_s']:.1f} ms",
             _time(run.get("first_step_s")),
             _time(run["seconds"]),
@@ -205,7 +196,7 @@ def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[st
     ]
     header = ("recipe", "a step", "first step", "all steps", "kept", "peak")
     name = "Time and memory"
-    return [section(name, table(name, header, rows), paragraph(MEMORY, soft=True))]
+    return [web.section(name, web.table(name, header, rows), web.paragraph(MEMORY, soft=True))]
 
 
 def _time(seconds: float | None) -> str:
@@ -216,29 +207,29 @@ def _unit(value: float | None, unit: str) -> str:
     return "–" if value is None else f"{value:.1f} {unit}"
 
 
-def _load(run: dict[str, Any]) -> list[Markup]:
+def _load(run: dict[str, Any]) -> list[web.Markup]:
     """Return a table of the share of the held-out text that each expert of each layer got."""
     rows = [[str(n), *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
     name = f"Load of the experts: {run['recipe']}"
-    return [section(name, table(name, ["layer", *experts], rows))]
+    return [web.section(name, web.table(name, ["layer", *experts], rows))]
 
 
-def _routes(routes: Sequence[dict[str, str]]) -> list[Markup]:
+def _routes(routes: Sequence[dict[str, str]]) -> list[web.Markup]:
     header = ("recipe", "fprop", "dgrad", "wgrad")
     rows = [[row[name] for name in header] for row in routes]
-    return [section("What ran how", table("What ran how", header, rows), paragraph(WHERE, soft=True))]
+    return [web.section("What ran how", web.table("What ran how", header, rows), web.paragraph(WHERE, soft=True))]
 
 
-def _rules(name: str, policy: dict[str, Any]) -> list[Markup]:
+def _rules(name: str, policy: dict[str, Any]) -> list[web.Markup]:
     """Return a table of a policy's rules, with the number of layers that each took at the first step."""
     rows = [
         [str(number), ", ".join(f"{k} = {v!r}" for k, v in rule.items()), str(count)]
         for number, (rule, count) in enumerate(zip(policy["rules"], policy["layers"], strict=True), 1)
     ]
-    notes = [paragraph(note, soft=True) for note in policy["notes"]]
+    notes = [web.paragraph(note, soft=True) for note in policy["notes"]]
     title = f"Rules of {name}"
-    return [section(title, table(title, ("rule", "setting", "layers"), rows), *notes)]
+    return [web.section(title, web.table(title, ("rule", "setting", "layers"), rows), *notes)]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -248,7 +239,7 @@ def _samples(run: dict[str, Any]) -> list[Sample]:
     return [Sample(sample["step"], sample["layers"]) for sample in run["numerics"]]
 
 
-def _steps(run: dict[str, Any], heat: HeatMap) -> Markup:
+def _steps(run: dict[str, Any], heat: HeatMap) -> web.Markup:
     return timelines(_samples(run), heat, run["recipe"])
 
 
@@ -264,9 +255,9 @@ def _heat(place: int, run: dict[str, Any]) -> HeatMap:
     return HeatMap(f"run{place}", samples, found)
 
 
-def _numerics(run: dict[str, Any], heat: HeatMap, colours: dict[str, str]) -> list[Markup]:
+def _numerics(run: dict[str, Any], heat: HeatMap, colours: dict[str, str]) -> list[web.Markup]:
     """Return what is wrong in sentences, and the heat map of a run."""
     at = [str(sample["step"]) for sample in run["numerics"]]
     steps = ", ".join(at if len(at) <= 8 else [*at[:3], "…", at[-1]])
-    title = heading(named(colours[run["recipe"]], f"{run['recipe']}, steps {steps}"), 3)
+    title = web.heading(web.named(colours[run["recipe"]], f"{run['recipe']}, steps {steps}"), 3)
     return [title, heat.findings(), heat.html(heat.caption(run["recipe"]))]

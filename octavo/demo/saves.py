@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
@@ -22,10 +21,6 @@ from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # in the environment: how often torchrun has started all ranks anew
 BASELINE = "bf16"  # the folder of the baseline in DIR
-OPTIONS = (
-    "model", "recipe", "policy", "size", "data", "steps", "batch", "seed", "device", "json", "html", "save_every",
-    "out",
-)  # fmt: skip
 
 
 def folder_of(name: str, names: Sequence[str]) -> str:
@@ -111,18 +106,11 @@ def _unwritable(folder: Path, error: OSError) -> UnsupportedConfig:
     return UnsupportedConfig(f"--out cannot be written to {folder}: {error.strerror or error}. Name another folder.")
 
 
-def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+def how_to_resume(saves: Saves, again: str) -> str:
     """Return a sentence with the command that goes on with what is saved."""
     if not any(_newest(saves.folder / run) for run in saves.runs):
         return f"Nothing was saved to {saves.folder} yet."
-    words = ["octavo", "train"]
-    for name in OPTIONS:
-        value = getattr(arguments, name)
-        if value != parser.get_default(name):
-            for one in value if isinstance(value, list) else [value]:
-                words += [f"--{name.replace('_', '-')}", str(one)]
-    words += ["--compile"] if arguments.compile else []
-    return f"The run is saved in {saves.folder}. To go on with it: {shlex.join([*words, '--resume'])}"
+    return f"The run is saved in {saves.folder}. To go on with it: {again}"
 
 
 class Keeper:

@@ -71,6 +71,12 @@ class MLP(nn.Module):
         return y
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype of torch.autocast, if that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class Block(nn.Module):
     """Attention and MLP, each with a norm before it and a residual connection."""
 
@@ -85,12 +91,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        y: Tensor = x + self.mlp(self.mlp_input(x))
+        # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
+        y: Tensor = x + self.mlp(as_autocast(self.mlp_norm(x)))
         return y
-
-    def mlp_input(self, x: Tensor) -> Tensor:
-        h: Tensor = self.mlp_norm(x)
-        return h
 
 
 def swiglu_block(size: Size, device: Device = "cpu") -> Block:

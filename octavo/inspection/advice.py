@@ -11,7 +11,7 @@ from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.inspection.explain import copied
 from octavo.inspection.findings import Finding
 from octavo.inspection.heat import label, shade_of, spoken
-from octavo.inspection.steps import Batch, Loss, gradients_of, set_recipe
+from octavo.inspection.steps import Batch, Loss, seeded_gradients, set_recipe
 from octavo.inspection.tensor_rows import TensorRow
 from octavo.model.layer_lookup import layers
 from octavo.model.policy import Policy
@@ -137,12 +137,9 @@ def policy_of(advice: Iterable[Advice], in_use: dict[str, str]) -> Policy:
 def _measured(model: nn.Module, batches: Sequence[Batch], inspect: Any, loss: Loss | None) -> dict[str, _Measured]:
     """Return the numbers of each layer of a copy over the batches."""
     subject = copied(model, "inspect")
-    gpus = dict.fromkeys(t.device for t in model.parameters() if t.device.type == "cuda")
-    with torch.enable_grad(), torch.random.fork_rng(devices=list(gpus)), inspect(subject) as report:
+    with torch.enable_grad(), inspect(subject) as report:
         for place, batch in enumerate(batches):
-            torch.manual_seed(place)
-            subject.zero_grad()
-            gradients_of(subject, batch, loss)
+            seeded_gradients(subject, batch, loss, place)
             step(subject)
     faults: dict[str, list[str]] = {}
     for fault in report._faults():

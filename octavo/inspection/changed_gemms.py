@@ -7,6 +7,7 @@ without a change has the bits of the Linear's.
 The changes are not in the config: a graph has the number of a table, and the table says at each call what applies.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from octavo.ops.matmul import deliver, quantized, quantized_dy
 from octavo.ops.operands import DENSE, BackwardCall, flat
 from octavo.ops.operands import Saved as LinearSaved
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import Parts, QTensor
+from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Nothing, Tensors
 from octavo.runtime.gradient_targets import Writes, advance
 from octavo.scaling.delayed_scaling import RunningAmaxes
@@ -36,12 +37,14 @@ LINEAR = linear_layer.layer
 class Table:
     """The changes of one layer in one block."""
 
-    def __init__(self, layer: str, changes: Sequence[Change], step: Callable[[], int]) -> None:
-        self.layer, self.changes, self.step = layer, tuple(changes), step
+    def __init__(self, layer: str, changes: Sequence[Change], block: Any) -> None:
+        self.layer, self.changes = layer, tuple(changes)
+        self.block: Callable[[], Any] = (lambda: None) if block is None else weakref.ref(block)
 
     def of(self, gemm: str) -> "GemmChanges":
         """Return what applies to a GEMM in this step."""
-        step = self.step()
+        block = self.block()
+        step = 0 if block is None else block._step
         return GemmChanges(self.layer, gemm, step, [c for c in self.changes if c.gemm == gemm and c.is_on(step)])
 
 
@@ -91,7 +94,7 @@ class GemmChanges(NamedTuple):
 
 
 TABLES: dict[str, Table] = {}  # of the blocks that are entered
-NONE = Table("", (), lambda: 0)
+NONE = Table("", (), None)
 
 
 @register("changed-linear")
@@ -100,16 +103,6 @@ class Config(Value):
 
     call: linear_layer.Config = linear_layer.Config()  # a frozen value
     table: str = ""
-
-
-class Saved(NamedTuple):
-    x: Tensor | None  # as in the Linear's inputs
-    weight: Tensor
-    x_codes: Parts
-    w_row: Parts
-    w_column: Parts
-    scaling: Parts
-    x_column: Parts
 
 
 class ChangedLinear(Layer):
@@ -143,18 +136,14 @@ class ChangedLinear(Layer):
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
         kept = inputs.x if config.call.x == "plain" else None
-        return Saved(  # type: ignore[return-value]  # fields may be tuples of tensors
-            kept, inputs.weight, inputs.x_codes, inputs.w_row, inputs.w_column, inputs.scaling, inputs.x_column
-        )
+        made_of: Tensors = inputs._replace(x=kept, bias=None, running_amaxes=(), all_reduced=())
+        return made_of
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
         call, table, dy = config.call, TABLES.get(config.table, NONE), grads[0]
         if dy is None:
             return LINEAR.gradients(None, None, None)
-        kept = Saved._make(saved)
-        inputs = Inputs(
-            kept.x, kept.weight, None, kept.x_codes, kept.w_row, kept.w_column, kept.scaling, (), kept.x_column
-        )
+        inputs = Inputs._make(saved)
         of_dx, of_dw = table.of("dgrad"), table.of("wgrad")
         if not of_dx.changes and not of_dw.changes:
             return _own_backward(call, inputs, buffers, dy, writes)
@@ -176,8 +165,8 @@ class ChangedLinear(Layer):
         return LINEAR.has_backward(config.call)
 
     def abstract_gradients(self, config: Any, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        call, kept = config.call, Saved._make(saved)
-        (n, k), device = kept.weight.shape[-2:], dy.device
+        call = config.call
+        (n, k), device = Inputs._make(saved).weight.shape[-2:], dy.device
         return LINEAR.gradients(
             TensorProto((*dy.shape[:-1], k), dy.dtype, device) if call.wants_dx else None,
             TensorProto((n, k), DTYPES[call.weight_dtype], device) if call.returns_dw else None,
@@ -197,7 +186,7 @@ class ChangedLinear(Layer):
         return False  # the program's functions and the step take part
 
 
-layer = ChangedLinear(Config, Inputs, Nothing, Saved, Buffers)
+layer = ChangedLinear(Config, Inputs, Nothing, Inputs, Buffers)
 
 
 def _same_draws(buffers: Any) -> Any:
@@ -280,11 +269,8 @@ def _input_gradient(call: Any, changes: GemmChanges, inputs: Any, buffers: Any, 
     x = inputs.weight.new_empty(0, w.shape[1])  # no GEMM of dx reads x
     given, plain = _with_values(inputs, x, w), replace(call, x="plain", weight="plain")
     if changes.is_emulated:
-        saved = _scaling(plain, given)
-        left, right = _operands(
-            changes, plain, given, (flat(dy), w.T), ("dy", "w"), (BackwardCall(plain, saved, buffers, None, DENSE), dy)
-        )
-        found = product(left, right, dy.dtype, None, "precise").view(*dy.shape[:-1], w.shape[1])
+        found = _product(changes, plain, given, (flat(dy), w.T), ("dy", "w"), buffers, dy, dy.dtype)
+        found = found.view(*dy.shape[:-1], w.shape[1])
     else:
         found = _own_backward(plain, given, buffers, dy, None)[0]  # type: ignore[assignment]
     return changes.replaced("dx", found)
@@ -302,12 +288,8 @@ def _weight_gradient(
     w = _values(call, inputs, "w")
     given, plain = _with_values(inputs, x, w), replace(alone, x="plain", weight="plain")
     if changes.is_emulated:
-        saved = _scaling(plain, given)
-        left, right = _operands(
-            changes, plain, given, (flat(dy).T, flat(x).T), ("dy", "x"),
-            (BackwardCall(plain, saved, buffers, None, DENSE), dy),
-        )  # fmt: skip
-        dw = product(left, right, DTYPES[call.weight_dtype], None, "precise")
+        operands, dtype = (flat(dy).T, flat(x).T), DTYPES[call.weight_dtype]
+        dw = _product(changes, plain, given, operands, ("dy", "x"), buffers, dy, dtype)
     else:
         dw = _own_backward(plain, given, buffers._replace(main_grad=None), dy, None)[1]  # type: ignore[assignment]
     dw = changes.replaced("dw", dw)
@@ -316,7 +298,13 @@ def _weight_gradient(
     return deliver(call, dw, buffers.main_grad, writes)
 
 
-def _scaling(call: Any, inputs: Any) -> Any:
-    """Return what a cast of dy reads: its part of delayed scaling."""
-    dy = (*inputs.scaling[call.dy_scaling], None, None)[:2]
-    return LinearSaved(dy_inverse_scale=dy[0], dy_amax_count=dy[1])
+def _product(
+    changes: GemmChanges, call: Any, inputs: Any, operands: tuple[Tensor, Tensor], names: tuple[str, str],
+    buffers: Any, dy: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Multiply the values of two operands in backward. A cast of dy reads its part of delayed scaling."""
+    scale, count = (*inputs.scaling[call.dy_scaling], None, None)[:2]
+    saved: Any = LinearSaved(dy_inverse_scale=scale, dy_amax_count=count)
+    of_dy = BackwardCall(call, saved, buffers, None, DENSE), dy
+    left, right = _operands(changes, call, inputs, operands, names, of_dy)
+    return product(left, right, dtype, None, "precise")

@@ -10,29 +10,15 @@ from torch import Tensor, nn
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
+from octavo.inspection import webpage as web
 from octavo.inspection.explain import copied
+from octavo.inspection.heat import shaded
 from octavo.inspection.inspect import inspect
 from octavo.inspection.inspected_layer import is_inspected
 from octavo.inspection.page_file import write
 from octavo.inspection.picture import Histogram, pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance, subject
-from octavo.inspection.steps import Batch, Loss, give_recipe, gradients_of, listed
-from octavo.inspection.webpage import (
-    EXAMPLE,
-    Card,
-    Cell,
-    HeatRow,
-    cards,
-    document,
-    folded,
-    heat_map,
-    joined,
-    link,
-    section,
-    shading,
-    try_next,
-    unbroken,
-)
+from octavo.inspection.steps import Batch, Loss, give_recipe, listed, seeded_gradients
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.policy import Policy
 from octavo.model.step import step
@@ -149,17 +135,17 @@ class Comparison(NamedTuple):
         heat = [
             _heat_row(place, row, cells) for place, (row, cells) in enumerate(zip(self._ordered(), rows, strict=True))
         ]
-        maps = [heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1])]
+        maps = [web.heat_map("Gradients of both recipes beside the unquantized ones", header, heat[: SHOWN + 1])]
         if rest := heat[SHOWN + 1 :]:
             said = f"{len(rest)} more parameters, whose errors differ less"
-            maps.append(folded(said, heat_map("The other gradients", header, rest)))
+            maps.append(web.folded(said, web.heat_map("The other gradients", header, rest)))
         parts = [
-            cards([self._card(place) for place in (0, 1)]),
-            section("Gradients", shading(f"{SHADING} {MEANING}"), *maps),
+            web.cards([self._card(place) for place in (0, 1)]),
+            web.section("Gradients", web.shading(f"{SHADING} {MEANING}"), *maps),
             pictures(dict(zip(self._names(), self.worst, strict=False))),
         ]
         said = "See what each recipe does to the tensors of each layer, and where a training ends in it."
-        target = command.split()[2] if command.startswith("octavo compare ") else EXAMPLE
+        target = command.split()[2] if command.startswith("octavo compare ") else web.EXAMPLE
         commands = [f'octavo inspect {target} --recipe "{recipe}" --html inspect.html' for recipe in self.recipes]
         made = provenance(
             model=self.subject.model,
@@ -168,7 +154,7 @@ class Comparison(NamedTuple):
             device=self.subject.device,
             command=command,
         )
-        return document(self._headline(), made, [*parts, try_next(said, commands)])
+        return web.document(self._headline(), made, [*parts, web.try_next(said, commands)])
 
     def text(self, top: int | None = None) -> str:
         """Return the result as text, with A for the first recipe and B for the second.
@@ -220,23 +206,23 @@ class Comparison(NamedTuple):
         errors_said = f"error {_percent(low)}, against {_percent(high)} in {other}"
         return f"Gradients of {nearer} are nearer to unquantized ones: {errors_said}"
 
-    def _card(self, place: int) -> Card:
+    def _card(self, place: int) -> web.Card:
         whole, *rest = self.rows
         error = (whole.first_error, whole.second_error)[place]
         lines = [f"Cosine {(whole.first, whole.second)[place]:.5f}", f"Mean loss {self.losses[place + 1]:.5g}, "
                  f"{self.losses[0]:.5g} unquantized"]  # fmt: skip
         if rest:
             worst = max(rest, key=lambda row: (row.first_error, row.second_error)[place])
-            row = link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
-            lines.append(joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
-        return Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
+            row = web.link(one_line(worst.parameter), f"row-{self._ordered().index(worst)}")
+            lines.append(web.joined("Worst: ", row, f", {_percent((worst.first_error, worst.second_error)[place])}"))
+        return web.Card(self._names()[place], _percent(error), "error of the whole gradient", lines)
 
     def _measured(self) -> str:
         return f"gradients over {plural(self.batches, 'batch', 'batches')}, without an optimizer"
 
     def _cells(self, rows: Sequence[ComparedRow]) -> list[tuple[str, ...]]:
         first, second = self._names()
-        sides = [joined(f"{what} ", unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
+        sides = [web.joined(f"{what} ", web.unbroken(name)) for what in ("cosine", "error") for name in (first, second)]
         header = ["gradient of", "norm", *sides]
         cells: list[tuple[str, ...]] = [(*header, "mutual cosine")]
         for row in rows:
@@ -252,17 +238,14 @@ class Comparison(NamedTuple):
         return first, f"{second} (2)" if first == second else second
 
 
-def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> HeatRow:
+def _heat_row(place: int, row: ComparedRow, cells: Sequence[str]) -> web.HeatRow:
     """Return a row of the page, from the text of its columns."""
     errors, cosines = (row.first_error, row.second_error), (row.first, row.second)
-    shades = [0.0, *(_shade(value, COSINE) for value in cosines), *(_shade(value, ERROR) for value in errors), 0.0]
+    shades = [0.0, *(shaded(value, COSINE) for value in cosines), *(shaded(value, ERROR) for value in errors), 0.0]
     name, *texts = cells
-    return HeatRow(one_line(name), [Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}")
-
-
-def _shade(value: float, bounds: tuple[float, float]) -> float:
-    good, bad = bounds
-    return min(max((value - good) / (bad - good), 0.0), 1.0) if math.isfinite(value) else 1.0
+    return web.HeatRow(
+        one_line(name), [web.Cell(t, shade) for t, shade in zip(texts, shades, strict=True)], f"row-{place}"
+    )
 
 
 @torch.inference_mode(False)
@@ -314,14 +297,10 @@ def compare(
     names = [name for name, p in subjects[0].named_parameters() if p.requires_grad]
     sums: dict[str, Tensor] = {}
     losses = []
-    gpus = [t.device for t in model.parameters() if t.device.type == "cuda"]
     for place, batch in enumerate(runs):
         found = []
         for copy in subjects:
-            with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))):
-                torch.manual_seed(place)
-                copy.zero_grad()
-                found.append(gradients_of(copy, batch, loss))
+            found.append(seeded_gradients(copy, batch, loss, place))
             step(copy)
         losses.append(torch.stack([value.double() for value in found]))
         _add(sums, names, [dict(copy.named_parameters()) for copy in subjects])
@@ -330,18 +309,17 @@ def compare(
     rows.sort(key=lambda row: row.parameter != ALL)  # the sum is known last, and comes first
     losses_of = (means[0], means[1], means[2])
     names_of = (name_of(recipes[1]), name_of(recipes[2]))
-    worst = tuple(_worst(copy, runs[0], loss, gpus) for copy in subjects[1:])
+    worst = tuple(_worst(copy, runs[0], loss) for copy in subjects[1:])
     return Comparison(names_of, len(runs), losses_of, tuple(rows), subject(model), worst)
 
 
-def _worst(model: nn.Module, batch: Batch, loss: Loss | None, gpus: Sequence[torch.device]) -> tuple[Histogram, ...]:
+def _worst(model: nn.Module, batch: Batch, loss: Loss | None) -> tuple[Histogram, ...]:
     """Return the histograms of the worst casts of one more forward and backward; none in a block of `octavo.inspect`,
     whose copies record nothing more."""
     if any(is_inspected(layer) for _, layer in layers(model)):
         return ()
-    with torch.random.fork_rng(devices=list(dict.fromkeys(gpus))), inspect(model) as report:
-        torch.manual_seed(0)
-        gradients_of(model, batch, loss)
+    with inspect(model) as report:
+        seeded_gradients(model, batch, loss, 0)
     states, rows = report._results()
     return tuple(worst_of(states, rows, PICTURED))
 

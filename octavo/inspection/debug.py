@@ -3,19 +3,18 @@
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Self
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.changed_gemms import TABLES, Table
 from octavo.inspection.changes import Change, changes_of
-from octavo.model.layer_lookup import check_model, layers
+from octavo.inspection.steps import count_steps
+from octavo.model.layer_lookup import alive, check_model, layers
 from octavo.ops.linear import Linear
 from octavo.ops.operation import CHANGED
 from octavo.ops.quantized import Quantized
@@ -76,24 +75,20 @@ class Debugging:
         self.layers: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
-        model = self._model()
-        if model is None:
-            raise UnsupportedConfig(
-                "octavo.debug keeps no model alive, and the one of this block was deleted. Keep it in a variable."
-            )
+        model = alive(self._model, "debug")
         found = [(path, layer, [c for c in self._changes if c.takes(path)]) for path, layer in layers(model)]
         self._check(found)
         self._step, self._given = 0, None
         changed = [(path, layer, own) for path, layer, own in found if own and isinstance(layer, Linear)]
         for path, layer, own in changed:
             number = str(next(_NUMBERS))
-            TABLES[number] = Table(path, own, _counter(weakref.ref(self)))
+            TABLES[number] = Table(path, own, self)
             kind: Any = type(layer)
             layer.__dict__["changes_table"] = number
             layer.__class__ = changed_class(kind)
             self._tables[number] = layer
         self.layers = tuple([path for path, _, _ in changed])
-        self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
+        self._hook = count_steps(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,24 +180,3 @@ def debug(model: nn.Module, changes: Change | Iterable[Change] | str | os.PathLi
     model = uncompiled(model)
     check_model(model, "debug", error=UnsupportedConfig)
     return Debugging(model, changes_of(changes))
-
-
-def _counter(block: "weakref.ref[Debugging]") -> Callable[[], int]:
-    def step() -> int:
-        found = block()
-        return 0 if found is None else found._step
-
-    return step
-
-
-def _after_optimizer(block: "weakref.ref[Debugging]") -> Callable[..., None]:
-    """Return a hook of optimizers that counts steps for a block, and does not keep it alive."""
-
-    def count(optimizer: Optimizer, *_: Any) -> None:
-        found = block()
-        model = None if found is None else found._model()
-        own = set() if model is None else {id(p) for p in model.parameters()}
-        if found is not None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            found.next_step()
-
-    return count

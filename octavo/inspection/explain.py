@@ -7,7 +7,7 @@ copy has its own. A deep copy lacks the attributes of parameters, such as `main_
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from octavo.inspection.model_memory import measure
 from octavo.inspection.report import CompileReport, Layer
 from octavo.inspection.steps import own_copy
 from octavo.model.convert import route
-from octavo.model.layer_lookup import layers
+from octavo.model.layer_lookup import check_model, layers
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.ambient import ambient
 from octavo.recipes.recipe import GEMMS
@@ -34,6 +34,7 @@ from octavo.weights.quantized_weight import QuantizedWeight
 
 FOLLOWS = "from octavo.autocast"
 CUDAGRAPHS = "triton.cudagraphs"
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a model is called with, by position and by name
 REPLAYED = 3  # calls until a CUDA graph is replayed: warm-up, recording, replay
 
 
@@ -79,12 +80,16 @@ def explain(
         >>> report.graphs, len(report.breaks), report.count("octavo::run", "forward")
         (1, 0, 1)
     """
-    subject = copied(model)
-    first: Any = _Call(inputs, dict(kwargs or {}))
+    model = uncompiled(model)
+    check_model(model, "explain", error=UnsupportedConfig)
+    subject = copied(model, "explain")
+    first: Call = inputs, dict(kwargs or {})
     devices = _devices(subject, first)
     device = devices[0] if devices else torch.device("cpu")
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
-    options = None if mode is None else _options(mode, dynamic)
+    if mode is not None:
+        check_choice(mode, modes(), what="mode")
+    options = None if mode is None else mode_options(mode, dynamic)
     cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
     capture = Capture(options)
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]), capture.recording():
@@ -94,7 +99,7 @@ def explain(
                 _step(subject, compiled, batch, backward)
         counted = None
         if memory:
-            counted = measure(uncompiled(model), subject, lambda: _step(subject, subject, first, backward), optimizer)
+            counted = measure(model, subject, lambda: _step(subject, subject, first, backward), optimizer)
     return CompileReport(
         compiler=f"{'Tracing alone' if mode is None else f'Inductor, mode {mode}'}, on {device}",
         cudagraphs=cudagraphs,
@@ -110,18 +115,10 @@ def explain(
     )
 
 
-def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    check_choice(mode, modes(), what="mode")
-    return mode_options(mode, dynamic)
-
-
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
-def copied(model: Any, function: str = "explain") -> nn.Module:
-    model = uncompiled(model)
-    if not isinstance(model, nn.Module):
-        raise UnsupportedConfig(f"{function} takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
+def copied(model: nn.Module, function: str) -> nn.Module:
     try:
         subject: nn.Module = copy.deepcopy(model)
     except Exception as error:
@@ -147,15 +144,8 @@ def _attribute(name: str, value: Any, weight: Tensor) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-class _Call(NamedTuple):
-    """The arguments of a call."""
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _call_of(entry: Any) -> _Call:
-    return _Call((), dict(entry)) if isinstance(entry, Mapping) else _Call(tuple(entry), {})
+def _call_of(entry: Any) -> Call:
+    return ((), dict(entry)) if isinstance(entry, Mapping) else (tuple(entry), {})
 
 
 def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
@@ -164,10 +154,10 @@ def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
     return list(dict.fromkeys(t.device for t in found if isinstance(t, Tensor)))
 
 
-def _step(model: nn.Module, compiled: Callable[..., Any], batch: _Call, backward: bool) -> None:
+def _step(model: nn.Module, compiled: Callable[..., Any], batch: Call, backward: bool) -> None:
     """Run one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    own, named = tree_map(own_copy, tuple(batch))
+    own, named = tree_map(own_copy, batch)
     made = [t for t in tree_leaves(compiled(*own, **named)) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
         lent = _lend_buffers(model)

@@ -1,5 +1,6 @@
 """The heat map of a recipe: its layers by what they measure, the worst first, each cell shaded by one stated scale."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -37,6 +38,9 @@ class Sample(NamedTuple):
     step: int | None
     layers: Numbers
 
+    def number(self, layer: str, tensor: str, number: str) -> float | None:
+        return self.layers.get(layer, {}).get(tensor, {}).get(number)
+
 
 class Worst(NamedTuple):
     """The most shaded cell of a recipe."""
@@ -47,12 +51,17 @@ class Worst(NamedTuple):
     text: str
     shade: float
 
+    def line(self) -> Markup:
+        """Return the line of a card."""
+        return joined("Worst: ", link(self.name, self.anchor), f", {self.column} {self.text}")
+
 
 class HeatMap:
-    """A recipe's heat map. `name` tells its anchors from those of other recipes on the page."""
+    """A recipe's heat map. `name` tells its anchors from those of other recipes on the page. Findings of other layers
+    are left out."""
 
     def __init__(self, name: str, samples: Sequence[Sample], findings: Sequence[str]) -> None:
-        self._name, self._samples, self._findings = name, samples, findings
+        self._samples = samples
         self.layers = list(dict.fromkeys(layer for sample in samples for layer in sample.layers))
         self._columns: list[tuple[str, str, str, float, float]] = []
         for number, tensors, good, bad in COLUMNS:
@@ -60,30 +69,26 @@ class HeatMap:
                 found = [value for layer in self.layers for value in self._by_step(layer, tensor, number).values()]
                 if any(value >= SEEN for value in found) if number in RARE else found:
                     self._columns.append((f"{tensor} {TITLES.get(number, number)}", number, tensor, good, bad))
-        rows = [self._row(place, layer) for place, layer in enumerate(self.layers)]
-        self.rows = sorted(rows, key=lambda row: -row.shade)
-        self._anchors = {layer: row.anchor for layer, row in zip(self.layers, rows, strict=True)}
-        self._layers_by_anchor = {anchor: layer for layer, anchor in self._anchors.items()}
+        rows = [self._row(f"{name}-{place}", layer) for place, layer in enumerate(self.layers)]
+        worst_first = sorted(zip(self.layers, rows, strict=True), key=lambda entry: -entry[1].shade)
+        self._rows = dict(worst_first)
+        starts = sorted(self.layers, key=lambda layer: -len(label(layer)))  # a path may begin with another
+        named = [(next((own for own in starts if text.startswith(f"{label(own)}: ")), None), text) for text in findings]
+        self._findings = [(layer, text) for layer, text in named if layer is not None]
 
     @property
     def sick(self) -> list[str]:
         """The layers that have a finding."""
-        return list(dict.fromkeys(layer for layer in map(self.layer_of, self._findings) if layer is not None))
+        return list(dict.fromkeys(layer for layer, _ in self._findings))
 
     def anchor(self, layer: str) -> str:
-        return self._anchors.get(layer, "")
-
-    def layer_of(self, finding: str) -> str | None:
-        """Return the layer that a finding begins with."""
-        named = {f"{label(layer)}: ": layer for layer in self.layers}
-        start = max((text for text in named if finding.startswith(text)), key=len, default=None)
-        return None if start is None else named[start]
+        return self._rows[layer].anchor if layer in self._rows else ""
 
     def worst(self) -> Worst | None:
         """Return the most shaded cell; None if none is shaded."""
         found = [
             Worst(row.name, row.anchor, column[0], cell.text, cell.shade)
-            for row in self.rows
+            for row in self._rows.values()
             for column, cell in zip(self._columns, row.cells, strict=True)
             if cell.shade > 0
         ]
@@ -91,7 +96,10 @@ class HeatMap:
 
     def findings(self) -> Markup:
         """Return the findings, each linked to its layer's row; of many the first few, and the rest folded."""
-        found = [self._linked(finding) for finding in self._findings]
+        found = [
+            joined(link(label(layer), self.anchor(layer)), link(text.removeprefix(label(layer)), ""))
+            for layer, text in self._findings
+        ]
         shown = bullets(found[:FEWEST]) if found else Markup("")
         if rest := found[FEWEST:]:
             return joined(shown, folded(f"{plural(len(rest), 'more finding')}", bullets(rest)))
@@ -99,18 +107,19 @@ class HeatMap:
 
     def ordered(self) -> list[str]:
         """Return the layers: those with a finding, then the worst first."""
-        return [self._layers_by_anchor[row.anchor] for row in self._ordered()]
+        sick = set(self.sick)
+        return sorted(self._rows, key=lambda layer: layer not in sick)
 
     def caption(self, recipe: str) -> str:
         """Return what the map shows, and in which order."""
-        order = "the worst first" if self.sick or any(row.shade for row in self.rows) else "none of them shaded"
+        order = "the worst first" if self.sick or self.worst() is not None else "none of them shaded"
         return f"Layers in {recipe}, {order}"
 
     def html(self, caption: str) -> Markup:
         """Return the rows; layers without a finding are folded after the worst few."""
         if not self._columns:
             return Markup("")
-        ordered, shown = self._ordered(), max(FEWEST, len(self.sick))
+        ordered, shown = [self._rows[layer] for layer in self.ordered()], max(FEWEST, len(self.sick))
         header = ["layer", *(column[0] for column in self._columns)]
         parts = [heat_map(caption, header, ordered[:shown])]
         if rest := ordered[shown:]:
@@ -120,36 +129,31 @@ class HeatMap:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _ordered(self) -> list[HeatRow]:
-        sick = {self.anchor(layer) for layer in self.sick}
-        return sorted(self.rows, key=lambda row: row.anchor not in sick)
-
-    def _linked(self, finding: str) -> Markup:
-        layer = self.layer_of(finding)
-        if layer is None:
-            return link(finding, "")
-        name = label(layer)
-        return Markup(link(name, self.anchor(layer)) + link(finding.removeprefix(name), ""))
-
-    def _row(self, place: int, layer: str) -> HeatRow:
+    def _row(self, anchor: str, layer: str) -> HeatRow:
         cells = [
             self._cell(self._by_step(layer, tensor, number), number, (good, bad))
             for _, number, tensor, good, bad in self._columns
         ]
-        return HeatRow(label(layer), cells, f"{self._name}-{place}")
+        return HeatRow(label(layer), cells, anchor)
 
     def _by_step(self, layer: str, tensor: str, number: str) -> dict[int | None, float]:
         """Return a number of a layer's tensor by step, where it exists."""
-        found = {sample.step: sample.layers.get(layer, {}).get(tensor, {}).get(number) for sample in self._samples}
+        found = {sample.step: sample.number(layer, tensor, number) for sample in self._samples}
         return {step: value for step, value in found.items() if value is not None}
 
     def _cell(self, by_step: Mapping[int | None, float], number: str, bounds: tuple[float, float]) -> Cell:
         """Return the mean, shaded by how bad it is; each step's value is in the title."""
         if not by_step:
             return Cell("–")
-        mean, (good, bad) = fmean(by_step.values()), bounds
+        mean = fmean(by_step.values())
         each = ", ".join(f"step {step}: {spoken(value, number)}" for step, value in by_step.items() if step is not None)
-        return Cell(spoken(mean, number), min(max((mean - good) / (bad - good), 0.0), 1.0), each)
+        return Cell(spoken(mean, number), shaded(mean, bounds), each)
+
+
+def shaded(value: float, bounds: tuple[float, float]) -> float:
+    """Return how dark a cell is, of the values at which it is not and is fully shaded."""
+    good, bad = bounds
+    return min(max((value - good) / (bad - good), 0.0), 1.0) if math.isfinite(value) else 1.0
 
 
 def shade_of(numbers: Mapping[str, float]) -> float:

@@ -7,8 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
@@ -20,10 +18,10 @@ from octavo.inspection.inspection_page import Made, page
 from octavo.inspection.page_file import write
 from octavo.inspection.picture import Picture, drawing
 from octavo.inspection.provenance import subject
-from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS, VALUES, fold
-from octavo.inspection.steps import Loss, listed
-from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table, worst_first
-from octavo.model.layer_lookup import check_model, layers
+from octavo.inspection.statistics import SHAPE, TENSORS, fold
+from octavo.inspection.steps import Loss, count_steps, listed
+from octavo.inspection.tensor_rows import LayerState, TensorRow, by_layer, row_of, table, worst_first
+from octavo.model.layer_lookup import alive, check_model, layers
 from octavo.model.policy import Policy
 from octavo.ops.quantized import UNQUANTIZED, Quantized
 from octavo.recipes import recipe as resolve
@@ -75,12 +73,7 @@ class Inspection:
     # -- the block -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        model = self._model()
-        if model is None:
-            raise UnsupportedConfig(
-                "octavo.inspect keeps no model alive, and the one of this block was deleted. Keep the model in a "
-                "variable, and call octavo.inspect(model) again."
-            )
+        model = alive(self._model, "inspect")
         found = list(layers(model))
         taken = [path for path, layer in found if is_inspected(layer)]
         if taken or not found:
@@ -105,7 +98,7 @@ class Inspection:
         except BaseException:
             self._leave()
             raise
-        self._hook = register_optimizer_step_post_hook(_counter(weakref.ref(self)))
+        self._hook = count_steps(self)
         self._inside, self._given = True, None
         return self
 
@@ -137,12 +130,6 @@ class Inspection:
             self._hook.remove()
         self._switch.end()
 
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        model = self._model()
-        own = set() if model is None else {id(p) for p in model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self.next_step()
-
     def next_step(self) -> None:
         """Count a step, so that `every` applies. A step of an optimizer with parameters of the model calls it; call it
         yourself where there is none.
@@ -169,11 +156,7 @@ class Inspection:
             rows += _rows(path, state, own)
             fold(self._folded.setdefault(path, torch.zeros_like(own)), own)
             stats.zero_()
-        layers: dict[str, dict[str, dict[str, float]]] = {}
-        for row in rows:
-            if row.calls:
-                layers.setdefault(row.layer, {})[row.tensor] = row.numbers()
-        self._samples.append(Sample(self._step, layers))
+        self._samples.append(Sample(self._step, by_layer(row for row in rows if row.calls)))
         if self._log is not None:
             self._log(self._step, _flat(rows))
         if self._html is not None:
@@ -441,30 +424,10 @@ def inspect(model: nn.Module, *, every: int = 1, html: str | Path | None = None,
     return Inspection(model, every, html, log)
 
 
-def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
-    """Return a hook of optimizers that counts steps for an inspection, and does not keep it alive."""
-
-    def count(optimizer: Optimizer, *_: Any) -> None:
-        found = inspection()
-        if found is not None:
-            found._after_optimizer(optimizer)
-
-    return count
-
-
-def _named(numbers: list[float]) -> dict[str, Any]:
-    found: dict[str, Any] = dict(zip((*SUMS, *LARGEST), numbers, strict=False))
-    return found | {
-        "amaxes": tuple(numbers[AMAXES]),
-        "scales": tuple(numbers[SCALES]),
-        "values": tuple(numbers[VALUES]),
-    }
-
-
 def _rows(path: str, state: LayerState, stats: Tensor) -> list[TensorRow]:
     """Return the rows of a layer's tensors that were measured; one of zeros if none was."""
     numbers = stats.tolist()
-    made = [row_of(path, state, name, _named(numbers[i])) for i, name in enumerate(TENSORS)]
+    made = [row_of(path, state, name, numbers[i]) for i, name in enumerate(TENSORS)]
     return [row for row in made if row.calls] or made[:1]
 
 

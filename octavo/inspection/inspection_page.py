@@ -5,29 +5,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from octavo.inspection import webpage as web
 from octavo.inspection.advice import Advice, policy_of
 from octavo.inspection.findings import TRY
 from octavo.inspection.heat import HeatMap, Sample, label, scale, spoken
 from octavo.inspection.picture import pictures, worst_of
 from octavo.inspection.provenance import Subject, provenance
-from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, cells
+from octavo.inspection.tensor_rows import HEADER, LayerState, TensorRow, by_layer, cells
 from octavo.inspection.timeline import timelines
-from octavo.inspection.webpage import (
-    EXAMPLE,
-    Card,
-    Markup,
-    bullets,
-    cards,
-    document,
-    folded,
-    joined,
-    link,
-    paragraph,
-    plain_text,
-    section,
-    table,
-    try_next,
-)
 from octavo.text import plural
 
 RELOAD = 30  # seconds, while the block runs
@@ -65,18 +50,18 @@ def page(
     ran = any(row.calls for row in rows)
     maps = [heat.html(heat.caption(recipe)) for recipe, heat in heats.items() if ran]
     parts = [
-        *([paragraph(RUNNING)] if made.running else []),
-        *([cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
+        *([web.paragraph(RUNNING)] if made.running else []),
+        *([web.cards([_card(recipe, heat) for recipe, heat in heats.items()])] if ran else []),
         *([_found(heats, bool(advice))] if findings else []),
         _tried(states, advice, heats.values()),
-        *([section("What each recipe does to its layers", scale(), *maps)] if ran else []),
+        *([web.section("What each recipe does to its layers", scale(), *maps)] if ran else []),
         *(timelines(_own(samples, heat), heat, recipe) for recipe, heat in heats.items()),
         pictures({"": worst_of(states, rows)}),
         *([_next(list(heats), findings, advice, made.command)] if ran else []),
-        folded(
+        web.folded(
             "All numbers of all tensors",
-            paragraph("SQNR of y, dx and dw, and the cosines, compare with the same layer in float32.", soft=True),
-            table("All numbers of all tensors", HEADER, [cells(row) for row in rows], left=True),
+            web.paragraph("SQNR of y, dx and dw, and the cosines, compare with the same layer in float32.", soft=True),
+            web.table("All numbers of all tensors", HEADER, [cells(row) for row in rows], left=True),
         ),
     ]
     how = provenance(
@@ -86,7 +71,7 @@ def page(
         device=made.subject.device,
         command=made.command,
     )
-    return document(headline(heats, rows), how, parts, reload=RELOAD if made.running else 0)
+    return web.document(headline(heats, rows), how, parts, reload=RELOAD if made.running else 0)
 
 
 def headline(heats: Mapping[str, HeatMap], rows: Sequence[TensorRow]) -> str:
@@ -104,13 +89,8 @@ def headline(heats: Mapping[str, HeatMap], rows: Sequence[TensorRow]) -> str:
 
 
 def _heat(name: str, layers: Sequence[str], rows: Sequence[TensorRow], findings: Sequence[str]) -> HeatMap:
-    found: dict[str, dict[str, dict[str, float]]] = {layer: {} for layer in layers}
-    for row in rows:
-        if row.layer in found:
-            found[row.layer][row.tensor] = row.numbers()
-    heat = HeatMap(name, [Sample(None, found)], ())
-    own = [sentence for sentence in findings if heat.layer_of(sentence) is not None]
-    return HeatMap(name, [Sample(None, found)], own)
+    own = set(layers)
+    return HeatMap(name, [Sample(None, by_layer(row for row in rows if row.layer in own))], findings)
 
 
 def _own(samples: Sequence[Sample], heat: HeatMap) -> list[Sample]:
@@ -119,55 +99,57 @@ def _own(samples: Sequence[Sample], heat: HeatMap) -> list[Sample]:
     return [Sample(step, {layer: found for layer, found in layers.items() if layer in own}) for step, layers in samples]
 
 
-def _card(recipe: str, heat: HeatMap) -> Card:
+def _card(recipe: str, heat: HeatMap) -> web.Card:
     sick, worst = len(heat.sick), heat.worst()
-    lines = (
-        [] if worst is None else [joined("Worst: ", link(worst.name, worst.anchor), f", {worst.column} {worst.text}")]
-    )
+    lines = [] if worst is None else [worst.line()]
     small = f"of {plural(len(heat.layers), 'layer')} with a finding"
-    return Card(recipe, str(sick), small, lines, "look" if sick else "ok")
+    return web.Card(recipe, str(sick), small, lines, "look" if sick else "ok")
 
 
-def _found(heats: Mapping[str, HeatMap], advised: bool) -> Markup:
+def _found(heats: Mapping[str, HeatMap], advised: bool) -> web.Markup:
     """Return the findings of all recipes, and how to get advice where there is none yet."""
-    return section("Findings", *(heat.findings() for heat in heats.values()), *([] if advised else [paragraph(TRY)]))
+    return web.section(
+        "Findings", *(heat.findings() for heat in heats.values()), *([] if advised else [web.paragraph(TRY)])
+    )
 
 
-def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -> Markup:
+def _tried(states: States, advice: Sequence[Advice], heats: Iterable[HeatMap]) -> web.Markup:
     """Return what other recipes would do, and the policy of those that helped."""
     if not advice:
-        return Markup("")
+        return web.Markup("")
     rows = [
         [f"{label(one.layer)}, {one.tensor} {one.number}", name, spoken(value, one.number)]
         for one in advice
         for name, value in ((f"{one.in_use}, in use", one.before), *one.tried)
     ]
     parts = [
-        folded("All that were tried", table("All that were tried", ("measured", "recipe", "number"), rows, left=True))
+        web.folded(
+            "All that were tried", web.table("All that were tried", ("measured", "recipe", "number"), rows, left=True)
+        )
     ]
     if any(one.recipe is not None for one in advice):
         policy = policy_of(advice, {layer: str(state.recipe) for layer, state in states.items()})
-        parts.append(folded(f"The policy of those that helped, {POLICY_FILE}", plain_text(str(policy))))
+        parts.append(web.folded(f"The policy of those that helped, {POLICY_FILE}", web.plain_text(str(policy))))
     anchors = {layer: heat.anchor(layer) for heat in heats for layer in heat.layers}
     said = [
-        joined(link(label(one.layer), anchors.get(one.layer, "")), str(one).removeprefix(label(one.layer)))
+        web.joined(web.link(label(one.layer), anchors.get(one.layer, "")), str(one).removeprefix(label(one.layer)))
         for one in advice
     ]
-    return section("Tried on the same batches", bullets(said), *parts)
+    return web.section("Tried on the same batches", web.bullets(said), *parts)
 
 
-def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> Markup:
-    target = command.split()[2] if command.startswith("octavo inspect ") else EXAMPLE
+def _next(recipes: Sequence[str], findings: Sequence[str], advice: Sequence[Advice], command: str) -> web.Markup:
+    target = command.split()[2] if command.startswith("octavo inspect ") else web.EXAMPLE
     given = re.search(r" --policy (\S+)", command)
     # the policy that was in use is the one to go on from, or its own cures would be found and written anew
     chosen = f" --policy {given[1]}" if given else f' --recipe "{recipes[0]}"' if len(recipes) == 1 else ""
     if any(one.recipe is not None for one in advice):
         said = "Write the recipes that helped as a policy, and run the model in it. octavo.convert takes it too."
         again = f"octavo inspect {target} --policy {POLICY_FILE} --html cured.html"
-        return try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}", again])
+        return web.try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}", again])
     if findings and not advice:
         said = "Try other recipes for the layers with findings on the same batch, and write the best ones as a policy."
-        return try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}"])
+        return web.try_next(said, [f"octavo inspect {target}{chosen} --write-policy {POLICY_FILE}"])
     other = "fp8-block" if recipes[0] != "fp8-block" else "mxfp8"
     said = "Compare its gradients with those of another recipe."
-    return try_next(said, [f'octavo compare {target} "{recipes[0]}" "{other}" --html compare.html'])
+    return web.try_next(said, [f'octavo compare {target} "{recipes[0]}" "{other}" --html compare.html'])

@@ -67,13 +67,13 @@ class Call(NamedTuple):
         x_cast, w_cast = self.x_cast(x), self.w_cast()
         if "x" not in self.recorded:
             record_operand(stats, "x", x, x_cast)
-        record_operand(stats, "w", None if w is None else _rows(w), w_cast)
+        record_operand(stats, "w", None if w is None else as_matrix(w), w_cast)
         made = self.layer.forward(self.float32_reference, self._exact(x, x_cast, w, w_cast))
-        record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
+        record_result(stats, "y", self.live(as_matrix(y)), self.live(as_matrix(made.outputs[0])))
 
     def x(self) -> Tensor | None:
         """Return x before the cast; None if it arrived as codes."""
-        return None if self.config.x == "codes" else self.live(_rows(self.inputs.x))
+        return None if self.config.x == "codes" else self.live(as_matrix(self.inputs.x))
 
     def x_cast(self, x: Tensor | None) -> Cast | None:
         """Return the cast of x, or the codes that arrived; None if the recipe does not quantize x."""
@@ -107,7 +107,7 @@ class Call(NamedTuple):
     def record_backward(self, stats: Tensor, dy: Tensor) -> Tensor | None:
         """Record dy and dw. Return the float32 reference's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
-        rows = self.live(_rows(dy))
+        rows = self.live(as_matrix(dy))
         intermediates = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
         scaling = () if intermediates else self.inputs.scaling[part_of(DY, config.measures_dy)]
         record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
@@ -116,7 +116,8 @@ class Call(NamedTuple):
         dx: Tensor | None
         dx, dw, *_ = layer.backward(self.float32_reference, self._saved(exact), layer.Buffers(), (rows.float(),))
         if config.wants_dw:
-            _, saved = layer.forward_and_save(self.wgrad, self._flat_inputs(), True)
+            given = self.inputs if x is None else self.inputs._replace(x=as_matrix(self.inputs.x))
+            _, saved = layer.forward_and_save(self.wgrad, given, True)
             seed = None if self.seed is None else self.seed.clone()
             own = layer.backward(self.wgrad, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
             record_result(stats, "dw", own, dw)
@@ -168,11 +169,6 @@ class Call(NamedTuple):
         shape = (inputs.x_codes[0].shape[0], k)
         return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype), k)
 
-    def _flat_inputs(self) -> Any:
-        """Return the inputs, with the leading dims of x folded."""
-        x = self.inputs.x
-        return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
-
     def _saved(self, exact: Any) -> Any:
         """Select the tensors that the float32 reference's backward needs, without running its forward: unquantized,
         forward makes no tensor for backward but the places of groups."""
@@ -203,7 +199,7 @@ def record_rows(stats: Tensor, x: Tensor, parts: Sequence[Tensor], recipe: str) 
     """Record this rank's rows of x, and their codes, whose first tensor is given as bytes."""
     spec = resolve(recipe).linear().fprop.left
     assert spec is not None
-    rows = _rows(x)
+    rows = as_matrix(x)
     q = spec.assemble((parts[0].view(spec.fmt.dtype), *parts[1:]), tuple(rows.shape), x.dtype)
     record_operand(stats, "x", rows, read(q, rows.shape[1]))
 
@@ -211,7 +207,7 @@ def record_rows(stats: Tensor, x: Tensor, parts: Sequence[Tensor], recipe: str) 
 def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
     """Record the dx that the layer returned beside the float32 reference's. In the tail of a grouped layer the float32
     reference's rows are NaN, and the layer's may be anything: both count as zeros."""
-    dx, exact = _rows(dx), _rows(exact)
+    dx, exact = as_matrix(dx), as_matrix(exact)
     tail = exact.isnan().all(1, keepdim=True)
     record_result(stats, "dx", torch.where(tail, 0.0, dx), torch.where(tail, 0.0, exact))
 
@@ -222,7 +218,7 @@ def read(q: QTensor | GroupedTensor | None, columns: int) -> Cast:
     assert q is not None
     groups, matrix = (q.groups, q.q) if isinstance(q, GroupedTensor) else (None, q)
     bare = replace(q, anchor=None, columns=None) if isinstance(q, GroupedTensor) else replace(q, anchor=None)
-    values = _rows(bare.dequantize(torch.float32))[:, :columns]
+    values = as_matrix(bare.dequantize(torch.float32))[:, :columns]
     width = matrix.spec.block[1]
     across = 1 if width is None else scale_blocks.ceil_div(columns, width)
     return Cast(values, _limits(matrix, groups)[:, :across], width, matrix.spec.fmt)
@@ -260,7 +256,3 @@ def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
         float32_reference["scales_dtype"] = config.scales_dtype and "float32"
     own = replace(config, **quiet)
     return own, replace(own, wants_dx=False, wants_dw=True), replace(own, **float32_reference)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return as_matrix(x)

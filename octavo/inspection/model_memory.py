@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.model.offload import storages
 from octavo.text import columns, path_names
 from octavo.weights.master_values import values_bytes
 from octavo.weights.quantized_weight import QuantizedWeight
@@ -136,10 +137,8 @@ def _mib(size: int) -> str:
 def _saved(model: nn.Module, step: Callable[[], None]) -> tuple[dict[str, int], int | None]:
     """Return the bytes that a forward saves, by the path of the module, and the peak that the allocator measured."""
     paths = {id(module): path for path, module in model.named_modules()}
-    held = {_storage(t) for p in (*model.parameters(), *model.buffers()) for t in _tensors(p)}
-    for module in model.modules():
-        hidden = module.__dict__.get("_hidden")
-        held |= set() if hidden is None else {_storage(t) for t in hidden.buffers()}
+    parameters, state = storages(model)
+    held = parameters | state
     found: dict[str, int] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from functools import cached_property
 from html import escape
 from typing import NamedTuple
 
+import torch
+
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FORMATS, Format
 from octavo.inspection.heat import shade_of, spoken
@@ -158,13 +160,8 @@ def drawing(states: Mapping[str, LayerState], rows: Sequence[TensorRow], layer: 
 
 def codes_of(fmt: Format) -> list[float]:
     """Return the magnitudes that a format can hold, without zero."""
-    steps = round(fmt.min_normal / fmt.min_subnormal)
-    found = [k * fmt.min_subnormal for k in range(1, steps)]
-    unit = fmt.min_normal
-    while unit <= fmt.max:
-        found += [unit * (1 + k / steps) for k in range(steps)]
-        unit *= 2
-    return [value for value in found if value <= fmt.max]
+    values = fmt.decode(torch.arange(2**fmt.bits, dtype=torch.uint8, device="cpu")).tolist()
+    return sorted({value for value in values if 0 < value <= fmt.max})
 
 
 def _histogram(states: Mapping[str, LayerState], row: TensorRow) -> Histogram:

@@ -1,6 +1,5 @@
 """How a report about a model was made: the model, its recipes, the device, versions, and the command."""
 
-from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 
 from octavo.inspection.webpage import Markup, code, facts
 from octavo.text import one_line
-from octavo.version import __version__
+from octavo.version import __version__, installed
 
 
 class Subject(NamedTuple):
@@ -38,11 +37,8 @@ def subject(model: nn.Module) -> Subject:
 
 def versions() -> str:
     """Return the versions of what this process computes with."""
-    try:
-        triton = f", triton {metadata.version('triton')}"
-    except metadata.PackageNotFoundError:
-        triton = ""
-    return f"octavo {__version__}, torch {torch.__version__}{triton}"
+    found = {"octavo": __version__, "torch": torch.__version__, "triton": installed("triton")}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def provenance(

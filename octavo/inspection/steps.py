@@ -1,14 +1,18 @@
 """One forward and backward of a model on a batch, without an optimizer, as `octavo compare` and `inspect` run it."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.tensors import tree_leaves, tree_map
 from octavo.errors import UnsupportedConfig
+from octavo.model.attach import parameter_ids
 from octavo.model.convert import convert
 from octavo.model.layer_lookup import layers
 from octavo.model.policy import Policy
@@ -52,6 +56,29 @@ def gradients_of(model: nn.Module, batch: Batch, loss: Loss | None = None) -> Te
     value = _default_loss(made) if loss is None else _checked_loss(loss(made))
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
+
+
+def seeded_gradients(model: nn.Module, batch: Batch, loss: Loss | None, seed: int) -> Tensor:
+    """Do the same for the gradients of this batch alone, with torch's generators at a seed; they are then as before."""
+    gpus = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    with torch.random.fork_rng(devices=list(gpus)):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        return gradients_of(model, batch, loss)
+
+
+def count_steps(block: Any) -> Any:
+    """Have each step of an optimizer with parameters of a block's model call `block.next_step()`. Return the handle of
+    the hook, which keeps the block not alive."""
+    ref = weakref.ref(block)
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        found: Any = ref()
+        model = None if found is None else found._model()
+        if model is not None and not parameter_ids(optimizer).isdisjoint(map(id, model.parameters())):
+            found.next_step()
+
+    return register_optimizer_step_post_hook(count)
 
 
 def give_recipe(model: nn.Module, recipe: str | Recipe | Policy) -> None:

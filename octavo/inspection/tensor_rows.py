@@ -1,11 +1,11 @@
 """The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from octavo.inspection.heat import shade_of
-from octavo.inspection.statistics import LOWEST
+from octavo.inspection.statistics import AMAXES, LARGEST, LOWEST, SCALES, SUMS, VALUES
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.text import columns, one_line, plural
@@ -83,8 +83,9 @@ class TensorRow(NamedTuple):
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> TensorRow:
-    """Return the row from the sums of `octavo.inspection.statistics`."""
+def row_of(path: str, state: LayerState, tensor: str, numbers: list[float]) -> TensorRow:
+    """Return the row from the numbers of `octavo.inspection.statistics`."""
+    sums = dict(zip((*SUMS, *LARGEST), numbers, strict=False))
     spec, compared = state.quantizer(tensor), sums["compared"] > 0
     is_cast = spec is not None and compared
     return TensorRow(
@@ -100,11 +101,19 @@ def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> T
         cosine=sums["cosine"] / sums["cosines"] if sums["cosines"] else None,
         worst_cosine=1 - sums["deficit"] if sums["cosines"] else None,
         zero=_share(sums["silent"], sums["calls"]),
-        scale=_mean_scale(sums["scales"]),
-        amaxes=sums["amaxes"],
-        scales=sums["scales"],
-        values=sums["values"],
+        scale=_mean_scale(numbers[SCALES]),
+        amaxes=tuple(numbers[AMAXES]),
+        scales=tuple(numbers[SCALES]),
+        values=tuple(numbers[VALUES]),
     )
+
+
+def by_layer(rows: Iterable[TensorRow]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the numbers of rows by layer, tensor and name."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        found.setdefault(row.layer, {})[row.tensor] = row.numbers()
+    return found
 
 
 def table(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> str:

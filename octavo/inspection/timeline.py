@@ -62,7 +62,7 @@ def _layer(samples: Sequence[Sample], layer: str, heat: HeatMap, recipe: str, mo
     columns = [(measure, tensor) for measure in MEASURES for tensor in measure.tensors]
     listed = _spaced(samples, LISTED)
     rows = [
-        [str(sample.step), *(_said(_value(sample, layer, tensor, m.number), m.number) for m, tensor in columns)]
+        [str(sample.step), *(_said(sample.number(layer, tensor, m.number), m.number) for m, tensor in columns)]
         for sample in listed
     ]
     header = ["step", *(f"{tensor} {measure.number}" for measure, tensor in columns)]
@@ -76,10 +76,6 @@ def _spaced(samples: Sequence[Sample], most: int) -> list[Sample]:
     return list(samples[::-1][::stride][::-1])
 
 
-def _value(sample: Sample, layer: str, tensor: str, number: str) -> float | None:
-    return sample.layers.get(layer, {}).get(tensor, {}).get(number)
-
-
 def _said(value: float | None, number: str) -> str:
     if value is None:
         return "–"
@@ -89,7 +85,7 @@ def _said(value: float | None, number: str) -> str:
 def _chart(samples: Sequence[Sample], layer: str, measure: Measure) -> str:
     lines: dict[str, list[tuple[int, float]]] = {}
     for tensor in measure.tensors:
-        values = [(sample.step or 0, _value(sample, layer, tensor, measure.number)) for sample in samples]
+        values = [(sample.step or 0, sample.number(layer, tensor, measure.number)) for sample in samples]
         known = [(step, measure.drawn(value)) for step, value in values if value is not None]
         if known:
             lines[tensor] = known

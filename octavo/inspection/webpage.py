@@ -225,38 +225,28 @@ def table(
 ) -> Markup:
     """Return a table; the first cell of a row is its header. A screen reader says its name. `left` is for a table of
     names, `words` for one whose cells break into lines."""
-    names = "".join(f'<th scope="col">{markup(title)}</th>' for title in header)
-    head = f"<thead><tr>{names}</tr></thead>" if header else ""
-    body = "\n".join(_row(row[0], "".join(f"<td>{markup(cell)}</td>" for cell in row[1:])) for row in rows)
-    kind = "scroll" + (" left" if left or words else "") + (" words" if words else "")
-    return Markup(f'<div class="{kind}" {_region(f"{name}, table")}><table>{head}<tbody>{body}</tbody></table></div>')
+    kind = (" left" if left or words else "") + (" words" if words else "")
+    body = [_row(row[0], "".join(f"<td>{markup(cell)}</td>" for cell in row[1:])) for row in rows]
+    return _table(kind, f"{name}, table", header, body)
 
 
 def heat_map(caption: str, header: Sequence[str], rows: Sequence[HeatRow]) -> Markup:
     """Return a table whose cells are shaded, in the order of the rows."""
-    head = "".join(f'<th scope="col">{markup(name)}</th>' for name in header)
-    body = "\n".join(_row(_path(row.name), "".join(map(_heat_cell, row.cells)), row.anchor) for row in rows)
-    return Markup(
-        f'<div class="scroll heat" {_region(caption)}><table><caption>{markup(caption)}</caption><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )
+    body = [_row(_path(row.name), "".join(map(_heat_cell, row.cells)), row.anchor) for row in rows]
+    return _table(" heat", caption, header, body, caption)
 
 
 def bars(name: str, header: Sequence[str], rows: Sequence[Bar]) -> Markup:
     """Return a table with a bar in each row, and its numbers beside it."""
-    head = "".join(f'<th scope="col">{markup(title)}</th>' for title in header)
-    body = "\n".join(
+    body = [
         _row(
             row.name,
             f'<td class="bar"><i class="{row.kind}" style="width:{100 * row.share:.1f}%"></i></td>'
             + "".join(f"<td>{markup(cell)}</td>" for cell in row.cells),
         )
         for row in rows
-    )
-    return Markup(
-        f'<div class="scroll bars" {_region(name)}><table><caption>{markup(name)}</caption><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )
+    ]
+    return _table(" bars", name, header, body, name)
 
 
 def shading(said: str) -> Markup:
@@ -274,9 +264,13 @@ def named(colour: str, name: str) -> Markup:
     return Markup(f'<span class="key" style="background:{colour}"></span>{markup(name)}')
 
 
-def _region(name: str) -> str:
-    """Return the attributes of a part that scrolls by itself, by keyboard too."""
-    return f'role="region" aria-label="{escape(name)}" tabindex="0"'
+def _table(kind: str, name: str, header: Sequence[str], rows: Sequence[str], caption: str = "") -> Markup:
+    """Return a table that scrolls by itself, by keyboard too, from its rows as HTML."""
+    above = f"<caption>{markup(caption)}</caption>" if caption else ""
+    names = "".join(f'<th scope="col">{markup(title)}</th>' for title in header)
+    above += f"<thead><tr>{names}</tr></thead>" if header else ""
+    body = f"<table>{above}<tbody>{chr(10).join(rows)}</tbody></table>"
+    return Markup(f'<div class="scroll{kind}" role="region" aria-label="{escape(name)}" tabindex="0">{body}</div>')
 
 
 def _breakable(text: str) -> str:

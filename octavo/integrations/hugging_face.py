@@ -15,7 +15,7 @@ from torch import nn
 
 from octavo.checkpoints.checkpoint import unwrapped
 from octavo.errors import InvalidCheckpoint
-from octavo.integrations import recipe_file
+from octavo.integrations import recipe_file, weights_file
 from octavo.model.attach import Attachment, attach
 from octavo.text import SHOWN, some
 
@@ -88,8 +88,6 @@ class OctavoCallback(*BASES):  # type: ignore[misc]
     def _check_weights(self, args: Any, state: Any, model: nn.Module) -> None:
         """Raise if the Trainer has left parameters at other values than the checkpoint has: it loads by name, and
         transformers saves the experts of some models one by one."""
-        from octavo.integrations import weights_file  # here: safetensors comes with transformers, not with Octavo
-
         for folder in self._folders(args, state):
             if left := weights_file.left_out(folder, unwrapped(model)):
                 raise InvalidCheckpoint(

@@ -1,15 +1,14 @@
 """Whether a trainer that loads weights by name has loaded all of a checkpoint in transformers' layout."""
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from octavo._torch.modules import plain_name
+from octavo.checkpoints.published.shards import INDEX, SINGLE, read_entries
+from octavo.checkpoints.tensor_file import Entry, read_entry
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _COMPARED = 16  # numbers at the beginning of a tensor
 
 
@@ -19,31 +18,19 @@ def left_out(folder: Path, model: nn.Module) -> list[str]:
     paths: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         paths.setdefault(id(p), []).append(plain_name(name))
-    files = _files(folder)
+    files = read_entries(folder) if any((folder / name).is_file() for name in (SINGLE, INDEX)) else {}
     parameters = {id(p): p.detach() for p in model.parameters()}
     missing = {key for key, names in paths.items() if files and not files.keys() & set(names)}
     if not missing:
         return []
     known = {name for names in paths.values() for name in names}
-    others = [_beginnings(file, name) for name, file in files.items() if name not in known]
+    others = [_beginnings(entry) for name, entry in files.items() if name not in known]
     return [names[0] for key, names in paths.items() if key in missing and not _is_there(parameters[key], others)]
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the names of a checkpoint's tensors, each with its file."""
-    if (folder / _INDEX).is_file():
-        shards: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return {name: folder / shard for name, shard in shards.items()}
-    if not (folder / _FILE).is_file():
-        return {}
-    with safe_open(folder / _FILE, framework="pt", device="cpu") as content:
-        return dict.fromkeys(content.keys(), folder / _FILE)
-
-
-def _beginnings(file: Path, name: str) -> tuple[Tensor, ...]:
+def _beginnings(entry: Entry) -> tuple[Tensor, ...]:
     """Return the first numbers of a tensor by rows, and of its transpose."""
-    with safe_open(file, framework="pt", device="cpu") as content:
-        tensor = content.get_tensor(name)
+    tensor = read_entry(entry)
     both = (tensor, tensor.transpose(-2, -1)) if tensor.dim() > 1 else (tensor,)
     return tuple(one.reshape(-1)[:_COMPARED] for one in both)
 

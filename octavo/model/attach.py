@@ -102,10 +102,10 @@ class _Index:
         """Return the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
         known = [weakref.ref(one) for one, _ in pairs]  # a reference to one that is gone equals no other
-        parameter_ids = [_parameter_ids(optimizer) for _, optimizer in pairs]
-        if known != self.known or parameter_ids != self.parameter_ids:
-            self.known, self.parameter_ids, self.by_parameter = known, parameter_ids, {}
-            for one, parameters in zip(known, parameter_ids, strict=True):
+        held = [parameter_ids(optimizer) for _, optimizer in pairs]
+        if known != self.known or held != self.parameter_ids:
+            self.known, self.parameter_ids, self.by_parameter = known, held, {}
+            for one, parameters in zip(known, held, strict=True):
                 for parameter in parameters:
                     self.by_parameter.setdefault(parameter, []).append(one)
         return self.by_parameter
@@ -158,8 +158,8 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
             "first, or leave attach out."
         )
     hooked = _hooked(optimizer)
-    parameters, parameter_ids = list(model.parameters()), _parameter_ids(hooked)
-    if not any(id(p) in parameter_ids for p in parameters):
+    parameters = list(model.parameters())
+    if parameter_ids(hooked).isdisjoint(map(id, parameters)):
         raise UnsupportedConfig(
             f"attach takes an optimizer of the model, and this {type(hooked).__name__} holds none of the model's "
             f"{len(parameters)} parameters. Build it from model.parameters(), after whatever replaces them "
@@ -175,7 +175,7 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
     return Attachment(model, hooked, group)
 
 
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
+def parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 

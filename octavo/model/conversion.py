@@ -119,7 +119,8 @@ class ConversionReport:
         Returns:
             Their share, a part of "converted" in `shares`.
         """
-        rows = [row for row in self.rows if row.reason == CONVERT and not _quantizes(row.recipe)]
+        plain = UNQUANTIZED.linear()
+        rows = [row for row in self.rows if row.reason == CONVERT and resolve(row.recipe).linear() == plain]
         found = self._shares(rows).get(CONVERT, Share(0, 0, 0.0))
         total = sum(share.weights for reason, share in self.shares().items() if reason != _TABLE)
         return replace(found, share=found.weights / (total or 1))
@@ -196,10 +197,6 @@ class ConversionReport:
         return printable("\n".join([*columns(cells), *notes, *self.notes, self.summary()]))
 
 
-def _quantizes(name: str) -> bool:
-    return resolve(name).linear() != UNQUANTIZED.linear()
-
-
 # -- modules that are no layers ----------------------------------------------------------------------------------------
 
 # (class, reason in a word, why it stays)
@@ -209,6 +206,7 @@ _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
     ((nn.Bilinear,), "bilinear", "a product of two inputs, and recipes are for products of one with a weight"),
     ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
 )
+_ADDED = ("embed", "token", "position")  # in names of parameters that are added to activations
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # their weights may have several dims but are not matrices
 
 
@@ -246,13 +244,8 @@ def _why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
         return "parametrized", f"{listed} is what a parametrization makes another module's weight of"
     if "router" in type(module).__name__.lower():
         return "router", f"a router, with {listed}, stays in high precision"
-    if all(_is_table(name) for name in found):
+    if all(any(word in name.lower() for word in _ADDED) for name in found):
         return "embedding", f"{listed} is a table that is added or looked up, not multiplied"
     if any(p.dim() == 3 and p.shape[0] > 1 for p in found.values()):
         return "stacked matrices", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked experts"
     return "other matrices", f"it uses {listed} in a forward of its own. Put an nn.Linear there to convert it"
-
-
-def _is_table(name: str) -> bool:
-    """Return whether a parameter's name says that it is added to activations: position embeddings, class tokens."""
-    return any(word in name.lower() for word in ("embed", "token", "position"))

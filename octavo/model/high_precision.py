@@ -18,6 +18,8 @@ SMALL = 512  # features from which on a layer of the kind "small" is converted
 _PREDICTS = ("lm_head", "classifier", "score", "proj_out", "qa_outputs", "logits", "ctc_proj")
 _CONDITIONS = ("timeembed", "timestepembed", "timetextembed", "tembedder", "adaln", "adalayernorm", "modulation")
 
+_COUNTED = ("pos", "wpe", "type")  # in names of embeddings whose rows are positions or types of tokens
+
 
 def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
     """Return the layers of these kinds, as a dict from a layer's id to (reason, sentence)."""
@@ -130,7 +132,7 @@ def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
     LayerNormMLP do not count. If a layer also has that many inputs, the number may be a width: then it yields the only
     such layer outside numbered blocks."""
     tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
-    tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
+    tables = [(path, m) for path, m in tables if not any(word in path.rpartition(".")[2].lower() for word in _COUNTED)]
     inside = {id(m) for block in model.modules() if isinstance(block, LayerNormMLP) for m in block.modules()}
     if not tables:
         return
@@ -142,11 +144,6 @@ def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
         heads = [(path, m) for path, m in heads if not any(part.isdigit() for part in path.split("."))]
         heads = heads if len(heads) == 1 else []
     yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in heads)
-
-
-def _counts_positions(name: str) -> bool:
-    """Return whether an embedding's name says that its rows are positions or types of tokens."""
-    return any(word in name for word in ("pos", "wpe", "type"))
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

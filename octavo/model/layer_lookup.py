@@ -1,5 +1,6 @@
 """Octavo's layers in a model, by their paths."""
 
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -25,6 +26,16 @@ def check_model(
     raise error(
         f"octavo.{function} takes a model (an nn.Module){where}, got {_kind(model)}. {_way_to_a_model(model, other)}"
     )
+
+
+def alive(model: "weakref.ref[nn.Module]", function: str) -> nn.Module:
+    """Return the model of a block, which has a weak reference to it. Raise if it was deleted."""
+    found = model()
+    if found is None:
+        raise UnsupportedConfig(
+            f"octavo.{function} keeps no model alive, and the one of this block was deleted. Keep it in a variable."
+        )
+    return found
 
 
 def _kind(found: object) -> str:

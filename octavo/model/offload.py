@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig, check_whole
 from octavo.memory import is_dense
-from octavo.model.layer_lookup import check_model
+from octavo.model.layer_lookup import alive, check_model
 
 
 class HostMemory:
@@ -145,17 +145,13 @@ class Offload:
         self.saved_bytes = self.moved_bytes = 0
 
     def __enter__(self) -> Self:
-        model = self._model()
-        if model is None:
-            raise UnsupportedConfig(
-                "octavo.offload keeps no model alive, and the one of this block was deleted. Keep it in a variable."
-            )
+        model = alive(self._model, "offload")
         if is_capturing():
             raise UnsupportedConfig(
                 "octavo.offload cannot be captured in a CUDA graph: a replay asks no hooks. Capture without it."
             )
         self.saved_bytes = self.moved_bytes = 0
-        block = _Block(self, *_storages(model))
+        block = _Block(self, *storages(model))
         hooks = torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack)
         hooks.__enter__()  # type: ignore[no-untyped-call]
         self._hooks.append(hooks)
@@ -319,7 +315,7 @@ def offload(model: nn.Module, *, share: float = 1.0, least: int = 2**20, prefetc
     return Offload(model, share, least, prefetch)
 
 
-def _storages(model: nn.Module) -> tuple[set[int], set[int]]:
+def storages(model: nn.Module) -> tuple[set[int], set[int]]:
     """Return where the model's parameters are, and its other tensors: gradients, buffers, and the state of recipes."""
     parameters, state = set[int](), set[int]()
     for module in model.modules():

@@ -86,28 +86,16 @@ class AdamW(Optimizer):
     ) -> None:
         check_choice(master, MASTERS, what="master")
         check_choice(states, STATES, what="states")
-        ranges = {
-            "lr": isinstance(lr, Tensor) or lr >= 0,
-            "betas": all(0 <= beta < 1 for beta in betas),
-            "eps": eps >= 0,
-            "weight_decay": weight_decay >= 0,
-        }
-        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        for name, is_right in ranges.items():
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        right = isinstance(lr, Tensor) or lr >= 0, all(0 <= beta < 1 for beta in betas), eps >= 0, weight_decay >= 0
+        for (name, value), is_right in zip(numbers.items(), right, strict=True):
             if not is_right:
                 rule = (
                     "numbers from 0 up to, but not including, 1" if name == "betas" else "a number that is not negative"
                 )
-                raise UnsupportedConfig(f"{name} takes {rule}, got {given[name]!r}.")
-        defaults = {
-            **given,
-            "maximize": maximize,
-            "capturable": capturable,
-            "master": master,
-            "states": states,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+                raise UnsupportedConfig(f"{name} takes {rule}, got {value!r}.")
+        ways = {"maximize": maximize, "capturable": capturable, "master": master, "states": states, "seed": seed}
+        super().__init__(params, numbers | ways)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient, and return what `closure` returned."""

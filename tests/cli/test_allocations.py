@@ -34,7 +34,7 @@ def test_large_allocations_are_listed_with_their_lives_and_the_peak():
 
 
 def test_the_table_names_the_case():
-    rows = [one.as_row() for one in allocations.of_events([event("alloc", 1, LARGE)])]
+    rows = [one._asdict() for one in allocations.of_events([event("alloc", 1, LARGE)])]
     assert allocations.render(rows, "octavo fp8-block, codes").splitlines() == [
         "MiB, octavo fp8-block, codes  from event  to event  at peak  made at",
         "----------------------------  ----------  --------  -------  -------",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ def titles(name, *, compiled=True):
 
 
 def asked(compiled, recipes=("fp8-delayed", "fp8-block"), **settings):
-    return moe_bench.Asked(list(recipes), compiled, list(settings.pop("weights", moe_bench.WEIGHTS)), **settings)
+    own = {"weights": list(moe_bench.WEIGHTS), "optimizer": False, "brief": False, "allocations": False} | settings
+    return Namespace(recipes=list(recipes), compiled=compiled, **own)
 
 
 @pytest.fixture

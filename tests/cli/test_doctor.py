@@ -76,7 +76,8 @@ def test_a_quantizer_that_raises_is_a_failed_probe(monkeypatch):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(block_reference, "cast", broken)
-    report = doctor.diagnose(CPU)
+    report = {}
+    doctor.examine(CPU, report)
     assert report["recipes"]["fp8-block"]["quantize"] == {
         "status": "failed",
         "why": "RuntimeError: no such instruction",

@@ -248,7 +248,7 @@ def measured(monkeypatch):
         monkeypatch.setattr("octavo.cli.machine.parse_device", torch.device)
         arguments = parsed("bench", name, *ARGUMENTS[name], "--json", target)
         with OnTheCpu():
-            output.produce(partial(bench.measure, arguments), bench.suite_of(name).render, target)
+            output.produce(partial(bench.measure, arguments), bench.render, target)
         return readings[0]
 
     return run

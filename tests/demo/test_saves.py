@@ -272,4 +272,4 @@ def test_ctrl_c_in_a_process_saves(tmp_path):
     (step,) = steps_in(tmp_path / "a b/bf16")
     assert 10 <= int(step.removeprefix("step-")) <= 40
     *_, line = err.splitlines()
-    assert line.endswith(f"octavo train --steps 40 --batch 1 --device cpu --out '{tmp_path}/a b' --resume")
+    assert line.endswith(f"octavo train --device cpu --steps 40 --batch 1 --out '{tmp_path}/a b' --resume")

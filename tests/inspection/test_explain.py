@@ -434,7 +434,7 @@ class Uncopied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "settings", "sentence"),
     [
-        (len, {}, "explain takes a torch.nn.Module, got builtin_function_or_method. Wrap it in one."),
+        (len, {}, r"explain takes a model \(an nn.Module\), got builtin_function_or_method."),
         (
             Uncopied(),
             {},

@@ -69,7 +69,9 @@ def probed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 def diagnosed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
     """All that `octavo doctor` reports."""
     with enter():
-        return doctor.diagnose(torch.device(device))
+        report: Record = {}
+        doctor.examine(torch.device(device), report)
+        return report
 
 
 def probed_kernels(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
@@ -211,7 +213,7 @@ def stepped(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 FUNCTIONS: tuple[Function, ...] = (
     Function("doctor.probe", probed),
     # it reports all recipes, and fast paths that a process decides when it first needs them
-    Function("doctor.diagnose", diagnosed, ("bf16",), is_lasting=False),
+    Function("doctor.examine", diagnosed, ("bf16",), is_lasting=False),
     Function("probes of kernels", probed_kernels, QUANTIZED, devices=("cuda",)),
     Function("models of octavo train", demo_models, may_differ=("*gradient",)),
     Function("inspect", inspected),

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.checkpoints import tensor_file
 from octavo.checkpoints.published.layouts import LAYOUTS, Layout
-from octavo.checkpoints.tensor_file import opened, parse_json
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, check_choice
 from octavo.values import excerpt
 
@@ -61,13 +61,9 @@ def _regular(pattern: str, module: str) -> bool:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file of a folder."""
     try:
-        with opened(path) as stream:
-            text = stream.read(LARGEST + 1)
+        return tensor_file.read_json(path, LARGEST)
     except OSError as error:
         raise InvalidCheckpoint(f"{path} could not be read: {error.strerror or error}. Check the folder.") from None
-    if len(text) > LARGEST:
-        raise InvalidCheckpoint(f"{path} has more than {LARGEST} bytes, and no config has. Check the folder.")
-    return parse_json(path, text)
 
 
 def config_of(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,9 +46,7 @@ class LoadReport:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        by_recipe: dict[str, int] = {}
-        for name in self.codes.values():
-            by_recipe[name] = by_recipe.get(name, 0) + 1
+        by_recipe = Counter(self.codes.values())
         lines = [f"{self.layout}: " + ", ".join(f"{plural(n, 'weight')} as codes of {k}" for k, n in by_recipe.items())]
         lines[0] += f"{', ' if by_recipe else ''}{plural(len(self.values), 'tensor')} of values."
         if self.dequantized:
@@ -116,7 +115,7 @@ def load_fp8(
     _check_device(made, target)
     buffers = _missing_buffers(model, target)
     _convert(model, made)
-    source = _Source(made.entries, torch.empty(_largest(made), dtype=torch.uint8, device="cpu"))
+    source = Source(made.entries, torch.empty(_largest(made), dtype=torch.uint8, device="cpu"))
     with torch.inference_mode(False), torch.no_grad():  # inference tensors could not train
         for fill in made.fills:
             (_load_codes if fill.as_codes else _load_values)(fill, source, target, trainable)
@@ -196,7 +195,7 @@ def _convert(model: nn.Module, made: Plan) -> None:
             fill.model_tensor.owner._check_may_be_codes()
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """The tensors of a folder, and memory for any one of them."""
 
     entries: dict[str, Entry]
@@ -213,7 +212,7 @@ def _largest(made: Plan) -> int:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _load_codes(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
+def _load_codes(fill: Fill, source: Source, device: torch.device | None, trainable: bool) -> None:
     layout, tensor = fill.layout, fill.model_tensor.tensor
     layer = layer_of(fill.model_tensor)
     assert layout is not None
@@ -236,19 +235,19 @@ def _load_codes(fill: Fill, source: _Source, device: torch.device | None, traina
     note_rows(whole)
 
 
-def _read(source: _Source, piece: Piece, layout: Layout, shape: Sequence[int]) -> list[Tensor]:
+def _read(source: Source, piece: Piece, layout: Layout, shape: Sequence[int]) -> list[Tensor]:
     codes, *rest = [source.entries[piece.name + each.suffix] for each in expected(layout, shape)]
     return in_memory(layout, [read_entry(codes, source.buffer), *map(read_entry, rest)], shape)
 
 
-def _load_values(fill: Fill, source: _Source, device: torch.device | None, trainable: bool) -> None:
+def _load_values(fill: Fill, source: Source, device: torch.device | None, trainable: bool) -> None:
     model_tensor, tensor = fill.model_tensor, fill.model_tensor.tensor
     place = device if tensor.is_meta and device is not None else tensor.device
     direct = not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter)
     target = tensor.data if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
     for piece in fill.pieces:
         part = piece.of(target)
-        part.copy_(_values(fill, piece, source, part.dtype, place))
+        part.copy_(values_of(fill, piece, source, part.dtype, place))
     if tensor.is_meta:
         is_parameter = isinstance(tensor, nn.Parameter)
         new = nn.Parameter(target, tensor.requires_grad) if is_parameter else target
@@ -262,14 +261,8 @@ def _load_values(fill: Fill, source: _Source, device: torch.device | None, train
         torch.autograd.graph.increment_version(tensor)
 
 
-def values_of_piece(
-    fill: Fill, piece: Piece, entries: dict[str, Entry], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def values_of(fill: Fill, piece: Piece, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values of a piece, as the parameter has them."""
-    return _values(fill, piece, _Source(entries), dtype, device)
-
-
-def _values(fill: Fill, piece: Piece, source: _Source, dtype: torch.dtype, device: torch.device) -> Tensor:
     if fill.layout is None:
         return read_entry(source.entries[piece.name], source.buffer).to(device)
     shape = fill.shape_of(piece)

@@ -1,7 +1,7 @@
 """`octavo.save_fp8` and `octavo.fp8_state_dict`: publish the codes that a model multiplies."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo._torch.modules import plain_name
 from octavo.checkpoints.published.layout_choice import config_of, entry_for
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
-from octavo.checkpoints.published.loading import values_of_piece
+from octavo.checkpoints.published.loading import Source, values_of
 from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layer_of, matched, model_tensors
 from octavo.checkpoints.published.published_names import Piece, ways
 from octavo.checkpoints.published.shards import (
@@ -243,35 +243,28 @@ def _parts(model_tensor: ModelTensor, spec: Quantizer, expert: int | None, start
 def _like(model: nn.Module, source: Path) -> dict[str, Planned]:
     """Return the tensors of that folder, in its order: those of the model, or the folder's own where they are equal."""
     made = matched(model, source)
-    found: dict[str, Planned] = {}
+    found = {name: Planned.copy_of(entry) for name, entry in made.entries.items()}
     for fill in made.fills:
+        layout, tensor, spec = fill.layout, fill.model_tensor, _quantizer(fill.model_tensor)
         for piece in fill.pieces:
-            if fill.layout is None:
-                found[piece.name] = _like_values(fill, piece, made.entries[piece.name])
-            elif _quantizer(fill.model_tensor) is None:
-                found.update(_like_dequantized(fill, piece, made.entries))
+            make: Callable[..., Tensor] = _equal_or_own
+            if layout is None:
+                check_plain(tensor.name, tensor.tensor)
+                make = _equal_or_own_values
+            elif spec is None:
+                make = partial(_codes_of_values, made.entries)
             else:
-                found.update(_like_coded(fill, piece, made.entries))
-    for name, entry in made.entries.items():
-        found.setdefault(name, Planned.copy_of(entry))
-    return {name: found[name] for name in made.entries}
+                _check_fits(tensor, spec, layout, fill.shape_of(piece))
+            parts = [] if layout is None else expected(layout, fill.shape_of(piece))
+            for suffix in [each.suffix for each in parts] or [""]:
+                entry = made.entries[name := piece.name + suffix]
+                found[name] = Planned(entry.dtype, entry.shape, partial(make, fill, piece, suffix, entry))
+    return found
 
 
-def _like_values(fill: Fill, piece: Piece, entry: Entry) -> Planned:
-    own = _values(fill.model_tensor, piece).make
-
-    def make() -> Tensor:
-        source, mine = read_entry(entry), own().cpu()
-        return source if torch.equal(source.to(mine.dtype), mine) else mine.to(source.dtype)
-
-    return Planned(entry.dtype, entry.shape, make)
-
-
-def _like_coded(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
-    for name, _ in _coded(fill, piece):
-        entry = entries[name]
-        make = partial(_equal_or_own, fill, piece, name.removeprefix(piece.name), entry)
-        yield name, Planned(entry.dtype, entry.shape, make)
+def _equal_or_own_values(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor:
+    source, mine = read_entry(entry), piece.of(fill.model_tensor.tensor.detach()).cpu()
+    return source if torch.equal(source.to(mine.dtype), mine) else mine.to(source.dtype)
 
 
 def _equal_or_own(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor:
@@ -291,20 +284,13 @@ def _equal_or_own(fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor
     return own.reshape(entry.shape)
 
 
-def _like_dequantized(fill: Fill, piece: Piece, entries: dict[str, Entry]) -> Iterator[tuple[str, Planned]]:
-    """Yield the codes of the file for a weight that the model has as values, if these are still those of the codes."""
-    model_tensor, layout = fill.model_tensor, fill.layout
-    assert layout is not None
-
-    def make(entry: Entry) -> Tensor:
-        own = piece.of(model_tensor.tensor.detach())
-        if not torch.equal(values_of_piece(fill, piece, entries, own.dtype, own.device), own):
-            raise UnsupportedConfig(
-                f"{model_tensor.name} was dequantized from {layout.name} and trained as values, so no codes are its "
-                f"own. Give its layer a recipe before you train, or save with layout=, which saves it as values."
-            )
-        return read_entry(entry)
-
-    for each in expected(layout, fill.shape_of(piece)):
-        entry = entries[piece.name + each.suffix]
-        yield piece.name + each.suffix, Planned(entry.dtype, entry.shape, partial(make, entry))
+def _codes_of_values(entries: dict[str, Entry], fill: Fill, piece: Piece, suffix: str, entry: Entry) -> Tensor:
+    """Return the codes of the file for a weight that the model has as values, if these are still those of the codes."""
+    assert fill.layout is not None
+    own = piece.of(fill.model_tensor.tensor.detach())
+    if not torch.equal(values_of(fill, piece, Source(entries), own.dtype, own.device), own):
+        raise UnsupportedConfig(
+            f"{fill.model_tensor.name} was dequantized from {fill.layout.name} and trained as values, so no codes are "
+            "its own. Give its layer a recipe before you train, or save with layout=, which saves it as values."
+        )
+    return read_entry(entry)

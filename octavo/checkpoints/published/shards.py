@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.checkpoints.folder import new_folder
 from octavo.checkpoints.published.layout_choice import CONFIG, ENTRY, read_json
-from octavo.checkpoints.tensor_file import DTYPES, Entry, damaged, read_entry, read_header, write_made
+from octavo.checkpoints.tensor_file import DTYPES, Entry, damaged, read_entry, read_header, write_made, write_text
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 from octavo.values import excerpt
 
@@ -126,10 +126,10 @@ def write_folder(
         if len(shards) > 1:
             places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             total = {"total_size": sum(one.nbytes for one in planned.values())}
-            _write_json(unfinished / INDEX, {"metadata": total, "weight_map": places})
+            write_text(unfinished / INDEX, _json({"metadata": total, "weight_map": places}))
         for other in others:
             shutil.copyfile(other, unfinished / other.name)
-        _write_json(unfinished / CONFIG, config)
+        write_text(unfinished / CONFIG, _json(config))
 
 
 def _split(planned: dict[str, Planned], most: int) -> Iterator[list[str]]:
@@ -145,12 +145,8 @@ def _split(planned: dict[str, Planned], most: int) -> Iterator[list[str]]:
     yield shard
 
 
-def _write_json(path: Path, content: Any) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def other_files(folder: Path) -> list[Path]:

@@ -17,14 +17,14 @@ import torch
 
 from octavo.cli import output
 from octavo.cli.bench import bench_page
-from octavo.cli.bench.cases import begin
+from octavo.cli.bench.cases import begin, has_rows
 from octavo.cli.commands import add_commands
 from octavo.errors import UnsupportedHardware
 from octavo.inspection import page_file
 
 # A suite is a file here. Its docstring is its help text. FACTS is what its report states before the first row,
 # `add_arguments(parser)` adds its options, `measure(arguments, report)` fills the report row by row, and
-# `render(report)` returns the text of a report, "" while there is no row.
+# `render(report)` returns the text of a report that has a row.
 SUITES = ("quantize", "linear", "block", "grouped", "grouped-gemms", "mlp", "moe", "model", "permute", "host")
 
 
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
     try:
-        fill, render = partial(measure, arguments), suite_of(arguments.suite).render
-        report = output.produce(fill, render, arguments.json, head=output.head("bench", arguments))
+        fill, head = partial(measure, arguments), output.head("bench", arguments)
+        report = output.produce(fill, render, arguments.json, head=head)
     except output.Interrupted as stop:
         raise output.Interrupted(" ".join([str(stop), *_write_page(stop.report, arguments)]), stop.report) from None
     for sentence in _write_page(report, arguments):
@@ -58,10 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_page(report: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     """Write the page of a report that has rows. Returns a sentence that says where it is."""
-    suite = suite_of(arguments.suite)
-    if arguments.html is None or not (text := suite.render(report)):
+    if arguments.html is None or not (text := render(report)):
         return []
-    page = bench_page.render(report, getattr(suite, "COLUMNS", ()), text)
+    page = bench_page.render(report, getattr(suite_of(arguments.suite), "COLUMNS", ()), text)
     page_file.write(Path(arguments.html), page)
     return [f"{bench_page.headline(bench_page.sections_of(report))}. The page of this report is {arguments.html}."]
 
@@ -71,6 +70,12 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     suite = suite_of(arguments.suite)
     begin(report, arguments.suite, arguments, suite.FACTS)
     suite.measure(arguments, report)
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return a report as text; "" while it has no row."""
+    text: str = suite_of(report["suite"]).render(report) if has_rows(report) else ""
+    return text
 
 
 def suite_of(name: str) -> Any:

@@ -19,9 +19,6 @@ class Allocation(NamedTuple):
     at_peak: bool
     where: str
 
-    def as_row(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 def of_step(step: Callable[[], object]) -> list[dict[str, Any]]:
     """Run one step on the current GPU, and list its large allocations in their order."""
@@ -30,7 +27,7 @@ def of_step(step: Callable[[], object]) -> list[dict[str, Any]]:
         step()
         torch.cuda.synchronize()
         events = memory_events()
-    return [one.as_row() for one in of_events(events)]
+    return [one._asdict() for one in of_events(events)]
 
 
 def of_events(events: Sequence[dict[str, Any]]) -> list[Allocation]:

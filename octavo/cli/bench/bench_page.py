@@ -5,33 +5,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from octavo.cli.bench.cases import Columns, Row
+from octavo.cli.bench.cases import SHAPES, Columns, Row
+from octavo.inspection import webpage as web
 from octavo.inspection.provenance import provenance
-from octavo.inspection.webpage import (
-    Bar,
-    Card,
-    Markup,
-    bars,
-    cards,
-    document,
-    folded,
-    paragraph,
-    plain_text,
-    section,
-    try_next,
-)
 from octavo.recipes import SHIPPED
 from octavo.text import plural
 
 NAMES = sorted((name for name in SHIPPED if name != "bf16"), key=len, reverse=True)
 RECIPE = re.compile(rf"\b(?:{'|'.join(NAMES)})(?![\w-])(?:\([^)]*\))?")
 READ = "Shorter bars are faster. The first case is what the others are compared with. A case that failed has no bar."
-GROUPED = ("experts", "tokens", "in", "out")
-SHAPES = {  # what the numbers of a shape are, by suite
-    "linear": ("tokens", "in", "out"), "grouped": GROUPED, "grouped-gemms": GROUPED,
-    "moe": ("tokens", "experts", "top_k", "hidden", "feed-forward"),
-    "permute": ("tokens", "experts", "assignments", "hidden"),
-}  # fmt: skip
 MEMORY = ("peak_mib", "kept_mib", "saved_mib")
 
 
@@ -80,14 +62,12 @@ def sections_of(report: Row) -> list[Section]:
         title = ", ".join(f"{n} {name}".strip() for n, name in zip(entry["shape"], names, strict=True))
         found.append(Section(title, "ms", entry["results"]))
     for subject, modes in report.get("subjects", {}).items():
-        rows = [{"case": case, **_medians(own)} for case, own in modes.items()]
+        rows = []
+        for case, readings in modes.items():
+            medians = {mode: statistics.median(us) for mode, us in readings.items() if us}
+            rows.append({"case": case, "us": next(iter(medians.values()), None), **medians})
         found.append(Section(subject, "us", rows))
     return [one for one in found if one.times()]
-
-
-def _medians(modes: Row) -> Row:
-    medians = {mode: statistics.median(readings) for mode, readings in modes.items() if readings}
-    return {"us": next(iter(medians.values()), None), **medians}
 
 
 def render(report: Row, columns: Columns, text: str) -> str:
@@ -95,10 +75,10 @@ def render(report: Row, columns: Columns, text: str) -> str:
     found, facts = sections_of(report), report["machine"]
     recipes = dict.fromkeys(name for one in found for row in one.times() if is_ours(row) and (name := recipe_of(row)))
     parts = [
-        cards([_card(name, found) for name in recipes]),
-        section("Times", paragraph(READ, soft=True), *(_bars(one, columns) for one in found)),
+        web.cards([_card(name, found) for name in recipes]),
+        web.section("Times", web.paragraph(READ, soft=True), *(_bars(one, columns) for one in found)),
         _next(report["suite"], found),
-        folded("All tables as text", plain_text(text)),
+        web.folded("All tables as text", web.plain_text(text)),
     ]
     peers = ", ".join(f"{name} {version}" for name, version in (report.get("peers") or {}).items() if version)
     triton = f", triton {facts['triton']}" if facts.get("triton") else ""
@@ -113,7 +93,7 @@ def render(report: Row, columns: Columns, text: str) -> str:
         made_with=f"octavo {facts['octavo']}, torch {facts['torch']}{triton}" + (f", {peers}" if peers else ""),
         command=report.get("command", ""),
     )
-    return document(headline(found), made, parts)
+    return web.document(headline(found), made, parts)
 
 
 def headline(found: Sequence[Section]) -> str:
@@ -138,7 +118,7 @@ def headline(found: Sequence[Section]) -> str:
     return f"The fastest case of Octavo is {low:.2f} to {high:.2f} × as fast as {base['case']}, over {shapes}"
 
 
-def _card(recipe: str, found: Sequence[Section]) -> Card:
+def _card(recipe: str, found: Sequence[Section]) -> web.Card:
     """Return the fastest case of a recipe in the first shape that has one."""
     one = next(one for one in found if one.fastest(recipe) is not None)
     row, base = one.fastest(recipe), one.baseline()
@@ -151,11 +131,11 @@ def _card(recipe: str, found: Sequence[Section]) -> Card:
         said = f"{name.removesuffix('_mib').capitalize()} memory: {row[name]:.0f} MiB"
         lines.append(said + (f", {row[name] / other:.2f} × {base['case']}" if other and base else ""))
     if ratio is None or base is None:
-        return Card(recipe, _time(row, one.unit), "its fastest case", lines)
-    return Card(recipe, f"{ratio:.2f} ×", f"as fast as {base['case']}", lines, "ok" if ratio >= 1 else "look")
+        return web.Card(recipe, _time(row, one.unit), "its fastest case", lines)
+    return web.Card(recipe, f"{ratio:.2f} ×", f"as fast as {base['case']}", lines, "ok" if ratio >= 1 else "look")
 
 
-def _bars(one: Section, columns: Columns) -> Markup:
+def _bars(one: Section, columns: Columns) -> web.Markup:
     """Return a bar and the numbers of each case."""
     # the ratio to bf16 is there already
     shown = [c for c in columns if c[1] != "of_bf16" and any(row.get(c[1]) is not None for row in one.rows)]
@@ -165,13 +145,13 @@ def _bars(one: Section, columns: Columns) -> Markup:
     rows = []
     for row in one.rows:
         if "error" in row:
-            rows.append(Bar(row["case"], 0.0, [f"failed: {row['error']}"], "look"))
+            rows.append(web.Bar(row["case"], 0.0, [f"failed: {row['error']}"], "look"))
             continue
         ratio = one.ratio(row) if row.get(one.unit) else None
         cells = ["–" if ratio is None else f"{ratio:.2f} ×"]
         cells += ["–" if row.get(key) is None else format(row[key], form) for _, key, form in shown]
         kind = "ours" if is_ours(row) else ""
-        rows.append(Bar(row["case"], (row.get(one.unit) or 0.0) / longest, cells, kind))
+        rows.append(web.Bar(row["case"], (row.get(one.unit) or 0.0) / longest, cells, kind))
     base = one.baseline()
     header = [
         "case",
@@ -179,17 +159,17 @@ def _bars(one: Section, columns: Columns) -> Markup:
         "as fast" if base is None else f"as fast as {base['case']}",
         *(name for name, *_ in shown),
     ]
-    return bars(one.title or "All cases", header, rows)
+    return web.bars(one.title or "All cases", header, rows)
 
 
-def _next(suite: str, found: Sequence[Section]) -> Markup:
+def _next(suite: str, found: Sequence[Section]) -> web.Markup:
     best = next((row for one in found if (row := one.fastest()) is not None and recipe_of(row)), None)
     if best is None:
-        return Markup("")
+        return web.Markup("")
     recipe = recipe_of(best)
     other = "model" if suite != "model" else "moe"
     commands = [f'octavo train --recipe "{recipe}" --html train.html', f'octavo bench {other} --recipes "{recipe}"']
-    return try_next("See what the fastest recipe costs in loss, and what it gains elsewhere.", commands)
+    return web.try_next("See what the fastest recipe costs in loss, and what it gains elsewhere.", commands)
 
 
 def _time(row: dict[str, Any], unit: str) -> str:

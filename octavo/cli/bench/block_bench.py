@@ -123,7 +123,8 @@ def _hosts(device: torch.device) -> list[dict[str, Any]]:
     readings: dict[str, list[float]] = {name: [] for name in makers}
     for _ in range(HOST_ROUNDS if device.type == "cuda" else 1):
         for name, (step, _) in steps.items():
-            readings[name].append(_host_us(step, device))
+            us = host_us(step, repeats=HOST_REPEATS) if device.type == "cuda" else step_ms(step, device)[0] * 1e3
+            readings[name].append(us)
     return [
         {"case": name, "us": statistics.median(readings[name]), "rounds_us": readings[name], "skips": skips}
         for name, (_, skips) in steps.items()
@@ -141,16 +142,10 @@ def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> t
     return step, cudagraph_skips() - skips
 
 
-def _host_us(step: Callable[[], None], device: torch.device) -> float:
-    return host_us(step, repeats=HOST_REPEATS) if device.type == "cuda" else step_ms(step, device)[0] * 1e3
-
-
 # -- as text ---------------------------------------------------------------------------------------------------------
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     size, host = report["size"], report["host"]
     what = f"bfloat16, forward + backward, torch.compile(fullgraph=True), backend {report['backend']}"
     head = (

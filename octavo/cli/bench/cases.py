@@ -17,6 +17,12 @@ from octavo.text import table
 
 Row = dict[str, Any]
 Columns = Sequence[tuple[str, str, str]]  # the header, the key of the number in a row, the number's format
+SHAPES = {  # what the numbers of a shape are, by suite
+    "linear": ("tokens", "in", "out"), "grouped": ("experts", "tokens", "in", "out"),
+    "moe": ("tokens", "experts", "top_k", "hidden", "feed-forward"),
+    "permute": ("tokens", "experts", "assignments", "hidden"),
+}  # fmt: skip
+SHAPES["grouped-gemms"] = SHAPES["grouped"]
 LONGEST = 200  # characters of an error in a row
 LISTED = 24  # kernels in a table
 LAYER = "bfloat16, no bias, forward + backward"

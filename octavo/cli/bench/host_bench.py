@@ -119,8 +119,6 @@ def _readings(steps: dict[str, dict[str, Step]], layers: int, *, at_size: bool) 
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     parts = [cases.heading(report, cases.LAYER)]
     for subject, found in report["subjects"].items():
         layers, (tokens, k, n) = SUBJECTS[subject]

@@ -45,7 +45,7 @@ Makers = dict[str, Callable[[int, int], nn.Module]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, ("tokens", "in", "out"), SHAPES)
+    options.add_shapes(parser, cases.SHAPES["linear"], SHAPES)
     options.add_recipes(parser, SHIPPED)
     options.add_no_peers(parser)
 
@@ -101,15 +101,13 @@ def _measure_shape(shape: tuple[int, int, int], makers: Makers, shapes: list[dic
 
 def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
     """Time torch's GEMMs of this shape, and add the time to read three tensors once and write their codes twice."""
-    bf16 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=False).items()}
-    fp8 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=True).items()}
+    gemms = gemms_ms(tokens, k, n)
     quantize_ms = 4 * (tokens * k + n * k + tokens * n) / copy_rate(tokens, k)
     return {
-        **{f"bf16_{name}_ms": ms for name, ms in bf16.items()},
-        **{f"fp8_{name}_ms": ms for name, ms in fp8.items()},
+        **{f"{kind}_{name}_ms": ms for kind, found in gemms.items() for name, ms in found.items()},
         "quantize_ms": quantize_ms,
-        "bf16_ms": sum(bf16.values()),
-        "fp8_ms": sum(fp8.values()) + quantize_ms,
+        "bf16_ms": sum(gemms["bf16"].values()),
+        "fp8_ms": sum(gemms["fp8"].values()) + quantize_ms,
     }
 
 
@@ -120,11 +118,11 @@ def copy_rate(rows: int, columns: int) -> float:
     return 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
 
 
-def gemm_floors(tokens: int, k: int, n: int) -> dict[str, float]:
+def gemms_ms(tokens: int, k: int, n: int) -> dict[str, dict[str, float]]:
     """Return the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
     return {
-        name: sum(device_ms(call)[0] for call in _gemms(tokens, k, n, quantized=name == "fp8").values())
-        for name in ("bf16", "fp8")
+        kind: {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=kind == "fp8").items()}
+        for kind in ("bf16", "fp8")
     }
 
 
@@ -160,8 +158,6 @@ def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float | No
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
         (tokens, k, n), floors = entry["shape"], entry["floors"]

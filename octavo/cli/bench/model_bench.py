@@ -119,7 +119,8 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
         report["method"] = FACTS["method"] | BRIEF
     found = _cases(arguments.recipes, arguments.weights, with_peers=not arguments.no_peers and not brief)
     if brief:
-        found = [(case, make, mode) for case, make, mode in found if _is_brief(case, mode)]
+        found = [one for one in found if one[2] == ("compiled" if one[0] == "bf16" else "eager")]
+        found = [one for one in found if not one[0].endswith("convert")]
     for case, make, mode in found:
         title = case if mode == "eager" else f"{case}, {mode}"
         row = cases.attempt(title, partial(_case, make, size, device, mode, first, case.endswith("codes"), brief))
@@ -143,10 +144,6 @@ def _cases(recipes: list[str], weights: Sequence[str] = WEIGHTS, *, with_peers: 
         stock = partial(_converted, conversion=conversion)
         found += [(name, stock, "compiled"), (name, stock, "eager")]
     return found
-
-
-def _is_brief(case: str, mode: str) -> bool:
-    return mode == "compiled" if case == "bf16" else mode == "eager" and not case.endswith("convert")
 
 
 def _converted(size: Size, device: torch.device, conversion: Callable[[nn.Module], object]) -> nn.Module:
@@ -230,8 +227,6 @@ def _readings(training: Training, before: int, brief: bool) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     size, kernel = report["size"], report["attention"]["kernel"]
     what = f"bfloat16, forward + backward + AdamW, backend {report['backend']}, attention {kernel}"
     head = (

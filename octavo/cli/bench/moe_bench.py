@@ -32,7 +32,7 @@ import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,11 +59,10 @@ from octavo.moe import router
 from octavo.moe.experts import Experts
 from octavo.moe.mixture import MoE
 from octavo.ops.grouped_linear import GroupedLinear
-from octavo.recipes import Recipe, recipe
+from octavo.recipes import recipe
 from octavo.weights.quantized_weight import QuantizedWeight
 
 SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
-NAMES = ("tokens", "experts", "top_k", "hidden", "feed-forward")
 RECIPES = ("fp8-delayed", "fp8-block")
 FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 FACTS = {"bias": False, "method": cases.MEDIAN}
@@ -81,19 +80,8 @@ Shape = tuple[int, int, int, int, int]
 Make = Callable[[], nn.Module]
 
 
-class Asked(NamedTuple):
-    """What is measured for each shape."""
-
-    recipes: list[str]
-    compiled: list[str]  # the recipes whose compiled cases are, too
-    weights: list[str]
-    optimizer: bool = False
-    brief: bool = False
-    allocations: bool = False
-
-
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_shapes(parser, NAMES, SHAPES)
+    options.add_shapes(parser, cases.SHAPES["moe"], SHAPES)
     options.add_recipes(parser, RECIPES)
     parser.add_argument(
         "--compiled", type=options.recipes_or_none, default=None, metavar="LIST",
@@ -113,15 +101,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
-    compiled = compiled_of(arguments.recipes, arguments.compiled)
+    asked = Namespace(**vars(arguments))
+    asked.compiled = compiled_of(arguments.recipes, arguments.compiled)
     report["shapes"] = []
     shapes = arguments.shape or SHAPES
     if arguments.peer is not None:
         _measure_peer(arguments.peer, shapes[0], report["shapes"])
         return
-    asked = Asked(
-        arguments.recipes, compiled, arguments.weights, arguments.optimizer, arguments.brief, arguments.allocations
-    )
     if asked.brief:
         report["method"] = BRIEF
     for shape in shapes:
@@ -231,7 +217,7 @@ def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
     return torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) * (1 / math.sqrt(k))
 
 
-def _measure_shape(shape: Shape, asked: Asked, shapes: list[dict[str, Any]]) -> None:
+def _measure_shape(shape: Shape, asked: Namespace, shapes: list[dict[str, Any]]) -> None:
     """Measure the cases of a shape, those that matter most first: a run may be cut off."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
@@ -271,7 +257,7 @@ def _measure_shape(shape: Shape, asked: Asked, shapes: list[dict[str, Any]]) -> 
 
 def _makes(shape: Shape, name: str, weights: list[str]) -> dict[str, Make]:
     """Return the constructors of Octavo's experts in a recipe, by the titles of their cases."""
-    ways = weights if _quantizes(recipe(name)) else ["cast"]
+    ways = weights if recipe(name).linear().fprop.right is not None else ["cast"]
     return {f"octavo {name}{WEIGHTS[way]}": partial(Ours, shape, name, weights=way) for way in ways}
 
 
@@ -379,14 +365,9 @@ def _codes_mib(module: nn.Module) -> float:
         return 0.0
     fc1 = module.experts.get_submodule("fc1")
     assert isinstance(fc1, GroupedLinear) and fc1.recipe is not None
-    if not _quantizes(fc1.recipe) or isinstance(fc1.weight, QuantizedWeight):
+    if fc1.recipe.linear().fprop.right is None or isinstance(fc1.weight, QuantizedWeight):
         return 0.0
     return float(sum(p.numel() for p in module.experts.parameters()) / 2**20)
-
-
-def _quantizes(chosen: Recipe) -> bool:
-    """Return whether the recipe quantizes weights."""
-    return chosen.linear().fprop.right is not None
 
 
 def floors(shape: Shape) -> dict[str, float]:
@@ -410,11 +391,9 @@ def floors(shape: Shape) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not cases.has_rows(report):
-        return ""
     parts = [cases.heading(report, cases.LAYER)]
     for entry in report["shapes"]:
-        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
+        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], cases.SHAPES["moe"], strict=True))
         parts.append(f"{title}\n{cases.render(COLUMNS, entry['results'])}")
         parts += [
             allocations.render(row["allocations"], row["case"]) for row in entry["results"] if "allocations" in row

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli import machine
+from octavo.version import installed
 
 PACKAGES = ("torchao", "transformer_engine")
 
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows [rows, K], weights [experts, K, N], where each group ends
 
 
 def versions() -> dict[str, str | None]:
-    return {name: machine.installed(name) for name in PACKAGES}
+    return {name: installed(name) for name in PACKAGES}
 
 
 def linears() -> dict[str, Callable[[int, int], nn.Module]]:
     found: dict[str, Callable[[int, int], nn.Module]] = {}
-    if importlib.util.find_spec("torchao") is not None:
+    if HAS_TORCHAO:
         found |= {f"torchao {name} compiled": partial(_torchao, recipe=name) for name in ("tensorwise", "rowwise")}
     if importlib.util.find_spec("transformer_engine") is not None:
         found |= {f"TE {name}": partial(_transformer_engine, recipe=name) for name in ("delayed", "current", "block")}
@@ -30,21 +31,17 @@ def linears() -> dict[str, Callable[[int, int], nn.Module]]:
 
 def conversions() -> dict[str, Callable[[nn.Module], None]]:
     """Return functions that replace a model's nn.Linears by another library's; the suite then compiles the model."""
-    if importlib.util.find_spec("torchao") is None:
-        return {}
-    return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")}
+    return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")} if HAS_TORCHAO else {}
 
 
 def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
     """Return constructors of layers of many experts, which take splits and sizes."""
-    if importlib.util.find_spec("torchao") is None:
-        return {}
-    return {"torchao rowwise, sizes in 16s": _TorchaoExperts}
+    return {"torchao rowwise, sizes in 16s": _TorchaoExperts} if HAS_TORCHAO else {}
 
 
 def products() -> dict[str, Callable[[], Product]]:
     """Return functions that import another library's product of groups of any sizes."""
-    return {} if importlib.util.find_spec("torchao") is None else {"torchao rowwise": _torchao_product}
+    return {"torchao rowwise": _torchao_product} if HAS_TORCHAO else {}
 
 
 def _torchao_product() -> Product:
@@ -61,11 +58,8 @@ class _TorchaoExperts(nn.Module):
         self.weight = nn.Parameter(torch.randn(len(splits), n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
 
     def forward(self, x: Tensor) -> Any:
-        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
-
-        return _to_fp8_rowwise_then_scaled_grouped_mm(
-            x, self.weight.transpose(-2, -1), self.ends, pad_token_groups_for_grouped_mm=False
-        )
+        product: Any = _torchao_product()
+        return product(x, self.weight.transpose(-2, -1), self.ends, pad_token_groups_for_grouped_mm=False)
 
 
 def _to_torchao(model: nn.Module, recipe: str) -> None:

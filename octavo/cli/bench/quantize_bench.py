@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.cli.bench.cases import REPLAYS, has_rows, heading
+from octavo.cli.bench.cases import REPLAYS, heading
 from octavo.cli.bench.cases import render as table
 from octavo.cli.options import count
 from octavo.cli.timing import copy_ms, device_ms, host_us
@@ -74,8 +74,6 @@ def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    if not has_rows(report):
-        return ""
     copy, (rows, columns) = report["copy"], report["shape"]
     after = "" if copy["ms_after"] is None else f" (at the end: {copy['ms_after']:.3f} ms)"
     head = heading(report, f"x {rows}x{columns} bfloat16")
