@@ -54,7 +54,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: 
         shared = [p for name, p in layer.named_parameters(recurse=False) if name.startswith("bias")]
     rule = f"{layer.op_describe()} is split over {parallel.size()} ranks, which must call it alike"
     way_out = "Give all ranks the same recipe, settings, number of tokens and gradients to compute."
-    _compare(layer, parallel.group, x, rule, own, way_out, shared)
+    check_alike(layer, parallel.group, x, rule, own, way_out, shared)
 
 
 def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor | None]) -> None:
@@ -64,16 +64,14 @@ def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor 
     rule = f"All {size_of(group)} ranks have the parameters of {norm.op_describe()} in common"
     way_out = "Build the same norm on all ranks."
     own = f"its parameters as {', '.join([_described(p) for p in parameters])}"
-    _compare(norm, group, x, rule, own, way_out, [p for p in parameters if p is not None])
+    check_alike(norm, group, x, rule, own, way_out, [p for p in parameters if p is not None])
 
 
-def check_alike(module: Any, group: str, x: Any, rule: str, own: str, way_out: str) -> None:
-    """Raise if other ranks describe their call of a module in other words than `own`."""
-    _compare(module, group, x, rule, own, way_out, [])
-
-
-def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str, shared: Sequence[Tensor]) -> None:
-    """Raise if other ranks have other settings, call another layer, or have other values of shared parameters."""
+def check_alike(
+    module: Any, group: str, x: Any, rule: str, own: str, way_out: str, shared: Sequence[Tensor] = ()
+) -> None:
+    """Raise if other ranks describe their call of a module in other words than `own`, call another layer, or have other
+    values of shared parameters."""
     if x.device.type == "meta" or isinstance(x, FakeTensor) or (x.device.type == "cuda" and is_capturing()):
         return
     kind, number = getattr(module, "_number", None) or (("", ""), 0)
@@ -89,7 +87,10 @@ def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str,
     mine = rank_of(group)
     texts, numbers, made, values = zip(*found, strict=True)
     if others := [rank for rank, one in enumerate(texts) if one != texts[mine]]:
-        raise UnsupportedConfig(f"{rule}. Rank {mine} has {own}; {_differ(others)}. {way_out}")
+        differ = "rank {} differs" if len(others) == 1 else "ranks {} differ"
+        raise UnsupportedConfig(
+            f"{rule}. Rank {mine} has {own}; {differ.format(', '.join(map(str, others)))}. {way_out}"
+        )
     # a rank that has made more layers than another one numbers them otherwise
     if len(set(made)) == 1 and (others := [rank for rank, one in enumerate(numbers) if one != number]):
         raise UnsupportedConfig(
@@ -148,7 +149,3 @@ def _unknown_scales(layer: Any, recipe: Recipe) -> str:
     mask = layer._scaling.uncalibrated
     names = [name for name, is_unknown in (("x", mask.x), ("w", mask.w)) if is_unknown and recipe.stateful]
     return f", no scale yet for {' and '.join(names)}" if names else ""
-
-
-def _differ(others: list[int]) -> str:
-    return f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"

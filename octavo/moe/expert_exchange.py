@@ -12,11 +12,12 @@ ranks: results have its bits.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.fakes import FakeTensor
 from octavo.communication import all_to_all
 from octavo.communication.all_to_all import Pieces
@@ -130,12 +131,12 @@ class Exact(_Copied):
             self.pending.pop().wait()
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        found: Tensor = _ToExperts.apply(rows, self)  # type: ignore[no-untyped-call]
-        return found
+        # forward starts, and leaves the waiting to its caller; dx comes back out of the memory that the experts write
+        return mapped(rows, self.send, self.sent_back)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        found: Tensor = _ToTokens.apply(rows, self)  # type: ignore[no-untyped-call]
-        return found
+        # out of the memory that the last GEMM wrote
+        return mapped(rows, self.sent_back, self.sent_there)
 
     def sent_back(self, rows: Tensor) -> Tensor:
         out = self._start(rows, True)
@@ -152,33 +153,6 @@ def _counts_of_ranks(counts: Tensor, ranks: Ranks) -> Tensor:
     """Return how many rows each rank sends for each expert of this one [local, ranks], given what this rank sends."""
     by_rank = counts.t().contiguous()
     return all_to_all.exchanged(by_rank, ranks.size, ranks.group, ranks.where).t().contiguous()
-
-
-class _ToExperts(torch.autograd.Function):
-    """Rows sent to experts: forward starts, and leaves the waiting to its caller. dx comes back out of the memory that
-    the first GEMM's backward wrote."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Exact) -> Tensor:
-        ctx.plan = plan
-        return plan.send(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return ctx.plan.sent_back(dy), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """Rows sent back, out of the memory that the last GEMM wrote. dx goes to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Exact) -> Tensor:
-        ctx.plan = plan
-        return plan.sent_back(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return ctx.plan.sent_there(dy), None
 
 
 # -- a fixed number of rows --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import Untraced
@@ -279,22 +280,12 @@ def _sent_as_codes(
     plan.wait()
     anchor = None
     if x.requires_grad and torch.is_grad_enabled():
-        anchor = _SentAnchor.apply(x, arrived.shape[0], plan)  # type: ignore[no-untyped-call]
+        shape = arrived.shape[0], x.shape[1]
+        anchor = mapped(  # dx comes back to the tokens, and is summed for each
+            x, lambda x: x.new_zeros(1).expand(shape),
+            lambda dy: unpermute(plan.to_tokens(dy.contiguous()), plan.permutation),
+        )  # fmt: skip
     return decoded(arrived, spec, scale, x.shape[1], x.dtype, plan, anchor)
-
-
-class _SentAnchor(torch.autograd.Function):
-    """The anchor of codes that arrived, of x. dx comes back to the tokens, and is summed for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return x.new_zeros(1).expand(rows, x.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        plan = ctx.plan
-        return unpermute(plan.to_tokens(dy.contiguous()), plan.permutation), None, None
 
 
 class _ReturnedByCodes(torch.autograd.Function):
