@@ -20,7 +20,7 @@ from octavo._torch.functional_collectives import (
 )
 from octavo._torch.functional_collectives import all_reduce as all_reduce_operator
 from octavo._torch.tracing import while_tracing
-from octavo.communication.groups import process_group, rank_of, registered_name, registered_name_now, size_of
+from octavo.communication.groups import process_group, rank_of, registered_name, size_of
 from octavo.errors import CollectiveFailed, UnsupportedConfig, UnsupportedShape
 from octavo.quant.qtensor import Join, QTensor
 
@@ -155,7 +155,7 @@ def sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings:
         refuse_gloo(x.device, group, where)
     found: Tensor
     if torch.compiler.is_compiling():
-        found = wait_tensor(operator(x, *settings, registered_name_now(group)))
+        found = wait_tensor(operator(x, *settings, registered_name(group)))
     else:
         with told(kind, where, group, x):
             found = wait_tensor(operator(x, *settings, registered_name(group)))

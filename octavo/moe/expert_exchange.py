@@ -104,7 +104,10 @@ class Exact(_Copied):
         self.permutation = sort(torch.where(there, place, -1) if ranks.size > 1 else index, experts)
         counts = self.permutation.sizes.view(local, ranks.size)
         shapes_only = index.is_meta or isinstance(index, FakeTensor)
-        arriving = counts if ranks.size == 1 or shapes_only else _counts_of_ranks(counts, ranks)
+        arriving = counts
+        if ranks.size > 1 and not shapes_only:  # how many rows each rank sends for each expert of this one
+            by_rank = counts.t().contiguous()
+            arriving = all_to_all.exchanged(by_rank, ranks.size, ranks.group, ranks.where).t().contiguous()
         self.sizes = arriving.sum(1)
         self.pending: list[Pieces] = []
         self.rows = index.numel()  # of tensors without values, which have shapes only
@@ -147,12 +150,6 @@ class Exact(_Copied):
         out = self._start(rows, False)
         self.wait()
         return out
-
-
-def _counts_of_ranks(counts: Tensor, ranks: Ranks) -> Tensor:
-    """Return how many rows each rank sends for each expert of this one [local, ranks], given what this rank sends."""
-    by_rank = counts.t().contiguous()
-    return all_to_all.exchanged(by_rank, ranks.size, ranks.group, ranks.where).t().contiguous()
 
 
 # -- a fixed number of rows --------------------------------------------------------------------------------------------

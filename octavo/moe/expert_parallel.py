@@ -15,7 +15,7 @@ from octavo._torch.autograd import mapped
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import Untraced
-from octavo.communication.groups import Group, name_of, size_now, size_of
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.communication.rank_checks import check_alike
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.moe.agreed_scale import History
@@ -130,7 +130,8 @@ class ExpertParallel(Dispatch):
             _refuse(self._unsupported_in_graph())
         spec, dy_spec = (None, None) if x.is_meta else self._quantizers(payload)
         self._check_alike(x, weights, num_experts, spec)
-        plan: Plan = ENGINES[self.engine](x.detach(), index, num_experts, self._ranks(), self.capacity)
+        ranks = Ranks(self.group, self.ranks, "ExpertParallel" if torch.compiler.is_compiling() else repr(self))
+        plan: Plan = ENGINES[self.engine](x.detach(), index, num_experts, ranks, self.capacity)
         if spec is None:
             rows: Any = plan.tokens_to_experts(x)
             _pass_time(meanwhile)
@@ -181,9 +182,6 @@ class ExpertParallel(Dispatch):
 
     # -- what a call needs ---------------------------------------------------------------------------------------------
 
-    def _ranks(self) -> Ranks:
-        return Ranks(self.group, self.ranks, "ExpertParallel" if torch.compiler.is_compiling() else repr(self))
-
     def _unsupported_in_graph(self) -> str:
         if self.engine == "all-to-all":
             return (
@@ -215,7 +213,7 @@ class ExpertParallel(Dispatch):
         return payload.x, payload.dy
 
     def _check_experts(self, experts: int) -> None:
-        size = size_now(self.group)
+        size = size_of(self.group)
         if size != self.ranks:
             raise UnsupportedConfig(
                 f"{self!r} was made for {self.ranks} ranks of {_title(self.group)}, which has {size} now. Call "

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.communication.collectives import total
-from octavo.communication.groups import Group, name_now, size_now
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.errors import (
     UnsupportedConfig,
     UnsupportedDevice,
@@ -185,7 +185,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, group: Grou
     if bias.device != counts.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():
-        if group is not None and size_now(name := name_now(group)) > 1:
+        if group is not None and size_of(name := name_of(group)) > 1:
             counts = total(counts, name, "update_bias")
         bias.add_((counts.sum() - counts * counts.shape[0]).sign(), alpha=rate)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.communication import collectives
-from octavo.communication.groups import Group, name_of, size_now
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.communication.rank_checks import check_parameters
 from octavo.errors import (
     UnsupportedConfig,
@@ -112,7 +112,7 @@ class _Norm(FusibleOperation, Settings, nn.Module):
         if has_shape(x):
             self._check_fits(x, weight, bias)
         group = self.shared_by
-        if group is not None and size_now(group) > 1:
+        if group is not None and size_of(group) > 1:
             check_parameters(self, group, x, (weight, bias))
             if self.sums_gradients:
                 name = type(self).__name__
