@@ -24,10 +24,18 @@ from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPES
 from octavo.runtime.dry_run import Miscounted
 from octavo.runtime.named_gradients import in_order
+from octavo.text import plural
 from octavo.values import Value, parse, written
 
 CONSTANTS = (bool, int, float, str, tuple, Format, Value)  # classes of what a config can hold as it is
 MADE_UP = 128  # stands, when a run is planned, for a dim that the plan does not depend on
+
+
+def check_extra_inputs(op: Any, number: int) -> None:
+    if number != op.num_extra_inputs:
+        what = plural(op.num_extra_inputs, "extra input")
+        raise ValueError(f"{type(op).__name__} takes {what} besides x, got {number}.")
+
 
 # -- values for backward -----------------------------------------------------------------------------------------------
 

@@ -22,9 +22,11 @@ from octavo.runtime.contract import ForwardResult
 EMPTY = ForwardResult((None,), (), ())
 
 
-def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
-    """Return the Linear's result without y; and y, with the bias of the next stage added."""
-    made = linear_layer.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
+def _run(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
+    """Return the Linear's result without y; and y, with the bias of the next stage added if that is a Bias."""
+    bias = getattr(inputs[1], "bias", None)
+    given = inputs[0] if bias is None else inputs[0]._replace(bias=bias)
+    made = linear_layer.layer.forward(configs[0], given)
     return made._replace(outputs=(None,)), made.outputs[0]
 
 
@@ -33,7 +35,7 @@ class LinearBias(FusedOperation):
 
     @staticmethod
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        own, y = _with_bias(configs, inputs)
+        own, y = _run(configs, inputs)
         return [own, ForwardResult((y,), (), ())]
 
 
@@ -42,9 +44,9 @@ class BiasActivation(FusedOperation):
 
     @staticmethod
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        own, h = _with_bias(configs, inputs)
-        last = activation_layer.layer.forward(configs[2], inputs[2]._replace(x=h))
-        return [own, ForwardResult((h,), (), ()), last]
+        own, h = LinearBias.step_forward(configs, inputs)
+        last = activation_layer.layer.forward(configs[2], inputs[2]._replace(x=h.outputs[0]))
+        return [own, h, last]
 
 
 class BiasAdd(FusedOperation):
@@ -54,11 +56,7 @@ class BiasAdd(FusedOperation):
 
     @staticmethod
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        if len(configs) == 3:
-            own, y = _with_bias(configs, inputs)
-        else:
-            made = linear_layer.layer.forward(configs[0], inputs[0])
-            own, y = made._replace(outputs=(None,)), made.outputs[0]
+        own, y = _run(configs, inputs)
         y.add_(inputs[-1].extra)
         return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
 
@@ -68,10 +66,9 @@ class ScaleAdd(FusedOperation):
 
     @staticmethod
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        made = linear_layer.layer.forward(configs[0], inputs[0])
-        y = made.outputs[0]
+        own, y = _run(configs, inputs)
         torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
-        return [made._replace(outputs=(None,)), EMPTY, ForwardResult((y,), (), ())]
+        return [own, EMPTY, ForwardResult((y,), (), ())]
 
 
 _ONE_BIAS = conditions.On("one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already").at(0)
