@@ -34,7 +34,7 @@ from octavo.runtime.contract import LAYERS, WeightCast
 from octavo.runtime.weight_nodes import step_listeners
 from octavo.scaling.delayed_scaling import BUFFER_NAMES
 from octavo.weights.code_memory import Kind, codes_of, quantize_into, room_for, room_of, values_of
-from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight
+from octavo.weights.quantized_weight import QuantizedWeight
 
 aten = torch.ops.aten
 AMAXES = BUFFER_NAMES["forward"]["running_amax"]
@@ -288,9 +288,8 @@ class WeightSource:
         codes = outputs[0][: self.shape[0]]
         row = (codes.view(row[0].shape), *row[1:])
         _fill(kind, outputs, gathered, row, column, dtype)
-        inner = {"element": torch.zeros(1, dtype=dtype, device=codes.device)}
-        inner |= dict(zip(ROW, row, strict=False)) | dict(zip(COLUMN, column, strict=False))
-        return QuantizedWeight(inner, kind), tuple([t for t in (*row[1:], *column) if t.numel() > 1])
+        whole = QuantizedWeight.of(kind, dtype, codes.device, row, column)
+        return whole, tuple([t for t in (*row[1:], *column) if t.numel() > 1])
 
 
 def _fill(kind: Kind, outputs: Parts, gathered: Gathered, row: Parts, column: Parts, dtype: torch.dtype) -> None:

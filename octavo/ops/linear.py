@@ -38,7 +38,6 @@ from octavo.ops.inputs import autocast_input, check_features, check_input, check
 from octavo.ops.linear_layer import layer
 from octavo.ops.operands import NO_X_CODES, XCodes
 from octavo.ops.operation import has_shape
-from octavo.ops.published_codes import refuse_codes
 from octavo.ops.quantized import outside, wanted
 from octavo.ops.split_layer import SplitLayer
 from octavo.quant import QTensor
@@ -457,10 +456,6 @@ class Linear(SplitLayer, nn.Linear):
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, parallel)
 
     # -- as a module -----------------------------------------------------------------------------------------------
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        refuse_codes(self, ["weight"], state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, {self._repr_of_recipe()}{self._repr_of_weight()}"

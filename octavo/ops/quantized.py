@@ -21,6 +21,7 @@ from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear_config import call_key
 from octavo.ops.operands import XCodes
+from octavo.ops.published_codes import refuse_codes
 from octavo.ops.recipe_state import OVERWRITE_FIRST, RecipeState
 from octavo.ops.recipe_state import UNQUANTIZED as UNQUANTIZED
 from octavo.ops.recipe_state import unsupported_dtype_reason as unsupported_dtype_reason
@@ -438,6 +439,7 @@ class Quantized(RecipeState):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Load a state dict; values of a quantized weight are quantized."""
+        refuse_codes(self, self._names_of_weights(), state_dict, prefix)
         keys = [prefix + name for name in self._names_of_weights()]
         loaded, own = [state_dict.get(key) for key in keys], self._weight_parts()
         fits = all([part is not None and part.shape == p.shape for part, p in zip(loaded, own, strict=True)])

@@ -265,8 +265,8 @@ class RecipeState(FusibleOperation, nn.Module):
         rounding_seed.follow_replica(self)
         self._unplaced = self._on_meta
         device = self._place()
-        stay = [t.is_meta or _is_fake(t) or t.device == device for t in self._hidden.buffers()]
-        if all(stay) or device.type == "meta" or any(map(_is_fake, self.parameters())):
+        stay = [t.is_meta or isinstance(t, FakeTensor) or t.device == device for t in self._hidden.buffers()]
+        if all(stay) or device.type == "meta" or any([isinstance(p, FakeTensor) for p in self.parameters()]):
             return
         self._codes.drop(self)
         self._scaling.forget_views()
@@ -311,7 +311,7 @@ class RecipeState(FusibleOperation, nn.Module):
         rest = dict(state)
         if self._schedule is not None and STEP in rest:
             found = rest.pop(STEP)
-            self._schedule.step = self._schedule.step if _is_fake(found) else int(found)
+            self._schedule.step = self._schedule.step if isinstance(found, FakeTensor) else int(found)
         if self._on_meta:
             return rest
         count = len(rest)
@@ -397,7 +397,3 @@ class RecipeState(FusibleOperation, nn.Module):
         if not self._warned:
             self._warned = True
             warn(f"Running outside the graph. {why}", stacklevel=3)
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)

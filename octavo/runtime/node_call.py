@@ -88,21 +88,22 @@ class NodeCall:
         """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
         if self.writes:
             if moves_saved_tensors():
-                self.leave_in_place(tensors)
-            refuse_recomputation(self)
+                # hooks would hand backward copies of the buffers; tensors that forward makes are theirs in any case
+                if self.fills:
+                    raise UnsupportedConfig(
+                        "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with delay_wgrad_compute=True: "
+                        "backward would leave the operands of dw in a copy. Leave one of the two out, or run the layer "
+                        "in eager mode, where both work."
+                    )
+                leave_in_place(tensors[self.count : self.count + self.written])
+            if self.fills and saved_tensors_hooks(True):
+                raise UnsupportedConfig(
+                    "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward "
+                    "that runs again would take the operands of dw. Leave one of the two out, or run the layer in "
+                    "eager mode."
+                )
             for at in self.gradient_buffers.values():
                 refuse_overlap(tensors[self.count + at], tensors[: self.count])
-
-    def leave_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Keep hooks on saved tensors away from the buffers, to which they would hand backward copies. Tensors that
-        forward makes and backward fills are no buffers."""
-        if self.fills:
-            raise UnsupportedConfig(
-                "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with delay_wgrad_compute=True: backward "
-                "would leave the operands of dw in a copy. Leave one of the two out, or run the layer in eager mode, "
-                "where both work."
-            )
-        leave_in_place(tensors[self.count : self.count + self.written])
 
     def begin_writes(self, tensors: Sequence[Tensor]) -> None:
         """Note that this backward writes gradients to buffers of the caller's."""
@@ -180,12 +181,3 @@ def fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
     return crossing(parsed.layer.flat_places(parsed.config), made)
-
-
-def refuse_recomputation(parsed: NodeCall) -> None:
-    """Refuse to run forward again where it makes tensors that backward fills: they would be lost."""
-    if parsed.fills and saved_tensors_hooks(True):
-        raise UnsupportedConfig(
-            "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "
-            "again would take the operands of dw. Leave one of the two out, or run the layer in eager mode."
-        )
