@@ -47,8 +47,11 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: 
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
         f"column_blocks={parallel.blocks}, weight {_described(weight)}, bias {_described(bias)}"
         f"{', returned' if getattr(layer, 'return_bias', False) else ''}, x {_described(x)}"
-        f"{_wanted(parallel, x, weight, bias)}{_unknown_scales(layer, recipe)}"
+        f"{_wanted(parallel, x, weight, bias)}"
     )
+    mask = layer._scaling.uncalibrated  # operands of fp8-delayed whose amaxes ranks agree on, as no step has seen them
+    if recipe.stateful and (mask.x or mask.w):
+        own += f", no scale yet for {' and '.join(['x'] * mask.x + ['w'] * mask.w)}"
     shared: list[Tensor] = []
     if parallel.mode == "row" and not layer._ranks_checked:
         shared = [p for name, p in layer.named_parameters(recurse=False) if name.startswith("bias")]
@@ -76,7 +79,9 @@ def check_alike(
         return
     kind, number = getattr(module, "_number", None) or (("", ""), 0)
     text = zlib.crc32(f"{own} {getattr(module, '_path', '')}".encode())
-    device = _device_of_numbers(group, x.device)
+    # over gloo numbers are compared on the CPU, whatever x is on (`collectives.refuse_gloo`)
+    over_gloo = x.device.type == "cuda" and backend_name(process_group(group), x.device) == "gloo"
+    device = torch.device("cpu") if over_gloo else x.device
     first = torch.tensor([text, number, _MADE[kind]], dtype=torch.int64, device=device)
     if type(first) is not Tensor:  # inside of a mode whose tensors have no values
         return
@@ -105,12 +110,6 @@ def check_alike(
             "checkpoint on all of them, or send the values: torch.distributed.broadcast(parameter.detach(), src=0)."
         )
     module._ranks_checked = True
-
-
-def _device_of_numbers(group: str, device: torch.device) -> torch.device:
-    """Return where numbers are compared: over gloo on the CPU, whatever x is on (`collectives.refuse_gloo`)."""
-    over_gloo = device.type == "cuda" and backend_name(process_group(group), device) == "gloo"
-    return torch.device("cpu") if over_gloo else device
 
 
 def _digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -142,10 +141,3 @@ def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> 
         return ""
     how = f", row_codes_only={parallel.row_codes_only}" if parallel.row_codes_only else ""
     return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}{how}"
-
-
-def _unknown_scales(layer: Any, recipe: Recipe) -> str:
-    """Return the operands of fp8-delayed whose amaxes ranks agree on in a call, because no step has seen them."""
-    mask = layer._scaling.uncalibrated
-    names = [name for name, is_unknown in (("x", mask.x), ("w", mask.w)) if is_unknown and recipe.stateful]
-    return f", no scale yet for {' and '.join(names)}" if names else ""

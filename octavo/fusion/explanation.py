@@ -73,7 +73,11 @@ def explained(
         _run_recorded(subject, args[0], tuple(args[1:]), given or None, records)
     plans = [plan for _, plan, _ in records if isinstance(plan, Planned)]
     return Explanation(
-        tuple(_run_of(steps, plan) for steps, plan, _ in records if isinstance(plan, Planned) or _makes_node(steps)),
+        tuple(
+            _run_of(steps, plan)
+            for steps, plan, _ in records
+            if isinstance(plan, Planned) or (isinstance(steps[0].op, FusibleOperation) and steps[0].op.op_makes_node())
+        ),
         tuple(dict.fromkeys(name for plan in plans for name in plan.fired)),
         tuple(dict.fromkeys(r for plan in plans for r in plan.refused)),
         tuple(f"{name}: {why}" for name, why in run_by_themselves(records)),
@@ -113,8 +117,3 @@ def _run_of(steps: Sequence[Step], plan: Planned | str) -> Run:
         return Run(names, plan.fired, plan.fired)
     _, forward, backward = steps_of(chain.layer.config(plan.key))
     return Run(names, forward, backward)
-
-
-def _makes_node(steps: Sequence[Step]) -> bool:
-    op = steps[0].op
-    return isinstance(op, FusibleOperation) and bool(op.op_makes_node())

@@ -157,10 +157,16 @@ class ExpertParallel(Dispatch):
         """
         state: Any = dispatched.state
         plan, weights, dy_spec, dy_codes, observed = state
-        if dy_codes is None:
-            returned = plan.to_tokens(rows)
-        else:
-            returned = _ReturnedByCodes.apply(rows, plan, dy_spec, dy_codes, observed)  # type: ignore[no-untyped-call]
+
+        def by_codes(dy: Tensor) -> Tensor:
+            """Send dy to the experts as codes, past autograd."""
+            sent, scale = encoded(dy, dy_spec, plan, *observed)
+            arrived = plan.send(sent)
+            plan.wait()
+            codes: Tensor = dy_codes.put(decoded(arrived, dy_spec, scale, dy.shape[1], dy.dtype, plan))
+            return codes
+
+        returned = plan.to_tokens(rows) if dy_codes is None else mapped(rows, plan.to_tokens, by_codes)
         # rows of no assignment are not sent, and count only where one scale belongs to all of them
         tail = "zero" if dy_spec is not None and dy_spec.block == WHOLE else "untouched"
         return unpermute(returned, plan.permutation, weights, tail=tail)
@@ -284,26 +290,6 @@ def _sent_as_codes(
             lambda dy: unpermute(plan.to_tokens(dy.contiguous()), plan.permutation),
         )  # fmt: skip
     return decoded(arrived, spec, scale, x.shape[1], x.dtype, plan, anchor)
-
-
-class _ReturnedByCodes(torch.autograd.Function):
-    """The experts' rows, sent back. dy goes to the experts as codes, past autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, plan: Plan, spec: Quantizer, dy_codes: GradientCodes,
-        observed: tuple[History | None, bool],
-    ) -> Tensor:  # fmt: skip
-        ctx.given = plan, spec, dy_codes, observed
-        return plan.to_tokens(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        plan, spec, dy_codes, observed = ctx.given
-        rows, scale = encoded(dy, spec, plan, *observed)
-        arrived = plan.send(rows)
-        plan.wait()
-        return dy_codes.put(decoded(arrived, spec, scale, dy.shape[1], dy.dtype, plan)), None, None, None, None
 
 
 # -- in a mixture ------------------------------------------------------------------------------------------------------

@@ -94,7 +94,14 @@ def route(
     scores = scores_of(x, score)
     ranked, biased = x.detach(), scores.detach()
     if bias is not None:
-        ranked = biased = biased + _checked_bias(bias, logits)
+        check_input("route", bias, "bias")
+        if bias.shape != logits.shape[-1:]:
+            raise UnsupportedShape(f"The bias is [{logits.shape[-1]}], one for each expert, got {tuple(bias.shape)}.")
+        if bias.device != logits.device:
+            raise UnsupportedDevice(
+                f"The logits are on {logits.device} and the bias on {bias.device}. Move them together."
+            )
+        ranked = biased = biased + bias.detach().float()
     if groups is None or top_groups is None:
         index = _largest(ranked, top_k)
     else:
@@ -292,15 +299,6 @@ def _way_to_an_index(found: object) -> str:
     if isinstance(found, Tensor) and found.is_floating_point():
         return "octavo.moe.route returns weights first, then the index."
     return "Pass a tensor, cast by .long()."
-
-
-def _checked_bias(bias: Tensor, logits: Tensor) -> Tensor:
-    check_input("route", bias, "bias")
-    if bias.shape != logits.shape[-1:]:
-        raise UnsupportedShape(f"The bias is [{logits.shape[-1]}], one for each expert, got {tuple(bias.shape)}.")
-    if bias.device != logits.device:
-        raise UnsupportedDevice(f"The logits are on {logits.device} and the bias on {bias.device}. Move them together.")
-    return bias.detach().float()
 
 
 def _check_number(name: str, value: object, most: int, what: str) -> None:

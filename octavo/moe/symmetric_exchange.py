@@ -98,7 +98,10 @@ class Symmetric:
             return
         self._barrier()
         if self.kept is not None:
-            self._copy_arrived(self.kept)
+            # out of the memory that the next call overwrites
+            row = torch.arange(self.rows, dtype=torch.int64, device=self.kept.device)
+            here = self.memory.rank * HEIGHT + row
+            get(self.kept, torch.where(row < self.sizes.sum(), here, -1), self.memory.part("arriving"))
             self.kept = None
 
     def tokens_to_experts(self, x: Tensor) -> Tensor:
@@ -120,13 +123,6 @@ class Symmetric:
             return x.new_empty(self.rows, x.shape[1])
         put(x.detach(), source, self.places, self.memory.part("arriving"))
         return self.memory.own("arriving", self.rows, x.shape[1], x.dtype)
-
-    def _copy_arrived(self, out: Tensor) -> None:
-        """Copy the rows that arrived out of the memory that the next call overwrites."""
-        assert self.memory is not None
-        row = torch.arange(self.rows, dtype=torch.int64, device=out.device)
-        here = self.memory.rank * HEIGHT + row
-        get(out, torch.where(row < self.sizes.sum(), here, -1), self.memory.part("arriving"))
 
     # -- and back ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from octavo.ops.rounding_seed import SEED, seed_of
 from octavo.ops.schedule import STEP, RecipeSchedule
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
-from octavo.recipes.ambient import ambient, quantized_init
+from octavo.recipes.ambient import ambient
 from octavo.scaling import delayed_scaling as scaling
 from octavo.scaling.saved_state import ROUNDING
 from octavo.weights import optimizer_hooks
@@ -118,16 +118,11 @@ class RecipeState(FusibleOperation, nn.Module):
         self._unplaced = True
         self._seed = seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
-        if ambient.init is not None:
-            self._init_codes(ambient.init)
-
-    def _init_codes(self, block: quantized_init) -> None:
-        """Keep only codes of the weight that a constructor has initialised."""
-        if self._recipe is None:
-            self.recipe = block.recipe  # type: ignore[assignment]
-        if self._recipe is None or self._recipe.linear().fprop.right is None:
-            return  # the layer's own recipe quantizes no weight
-        self._replace_weight_by_codes(True, block.keep_columns, block.preserve_high_precision)
+        if (block := ambient.init) is not None:  # keep only codes of the weight that a constructor has initialised
+            if self._recipe is None:
+                self.recipe = block.recipe  # type: ignore[assignment]
+            if self._recipe is not None and self._recipe.linear().fprop.right is not None:
+                self._replace_weight_by_codes(True, block.keep_columns, block.preserve_high_precision)
 
     def _tear_down(self) -> None:
         """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""

@@ -78,10 +78,11 @@ class NodeCall:
         """Run backward, as it is written, on the tensors of `octavo::run_bwd`. The list is emptied, so that the layer
         can free what was saved."""
         # taken before the list is emptied
-        (saved, dys), buffers = self.split(tensors, mask), self.buffers_of(tensors)
+        saved, dys = self.split(tensors, mask)
+        own = self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
         copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
         tensors.clear()
-        found = self.returned(self.layer.backward(self.config, saved, buffers, dys))
+        found = self.returned(self.layer.backward(self.config, saved, own, dys))
         return [*found, *[t.clone() for t in copied]]
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
@@ -147,10 +148,6 @@ class NodeCall:
     def returned(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients that backward's node returns: none that is another's, or lies in a buffer."""
         return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
-
-    def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the layer's buffers, from the head of the list."""
-        return self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
 
     @cached_property
     def no_buffers(self) -> Any:

@@ -9,7 +9,7 @@ same in every call of one plan. A config holds its kind:
 A QTensor or GroupedTensor is packed as its tensors and an empty one that has its shape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def packed(value: Any) -> list[Tensor | None]:
     return [value]
 
 
-def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
+def unpacked(kind: str, tensors: Sequence[Any]) -> Any:
     name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
     if name in ("none", "empty"):
         return None
@@ -99,11 +99,6 @@ def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
     settings = (spec, tuple(shape), dtype, rows, rest[0], None)
     return restore([codes, *parts[1:], *tensors[3:8]], settings)
-
-
-def unpacked_all(kinds: Sequence[str], tensors: Iterator[Any]) -> tuple[Any, ...]:
-    """Return values of these kinds, from the tensors that come next."""
-    return tuple([_unpacked(kind, [next(tensors) for _ in range(tensor_count(kind))]) for kind in kinds])
 
 
 def described(value: Any) -> str:
