@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 # a context in which writes to a tensor are not counted: a graph in flight may have saved it, and would refuse to go on
@@ -45,3 +46,22 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the `apply` of an autograd function without the way to torch.func's transforms: for calls outside of them,
     with tensors that none of them has wrapped."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+class _Mapped(torch.autograd.Function):
+    # a tuple, not *call: a compiler counts the parameters to tell whether forward takes a ctx
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[..., Any], back: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+        ctx.back, ctx.call = back, call
+        return there(x, *call)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return ctx.back(dy, *ctx.call), None, None, None
+
+
+def mapped(x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *call: Any) -> Tensor:
+    """Return there(x, *call), a linear map of x by which nothing but its arguments is needed in backward: dx is
+    back(dy, *call)."""
+    found: Tensor = _Mapped.apply(x, there, back, call)  # type: ignore[no-untyped-call]
+    return found

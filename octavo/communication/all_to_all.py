@@ -6,39 +6,22 @@ the host knows the numbers. Both name the layer that waits, `where`, if they fai
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.functional_collectives import all_to_all_single
 from octavo.communication import collectives
 from octavo.communication.groups import process_group
-from octavo.errors import CollectiveFailed, UnsupportedShape
+from octavo.errors import UnsupportedShape
 
 KIND = "all-to-all"
 
 
-class _Exchange(torch.autograd.Function):
-    """Equal parts of the rows to all ranks. dx is dy, sent back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str, where: str) -> Tensor:
-        ctx.call = size, group, where
-        return exchanged(x, size, group, where)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return exchanged(dy, *ctx.call), None, None, None
-
-
 def exchange(x: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Send equal parts of the rows to all ranks, and return those of all ranks, in their order; differentiable."""
-    if size == 1:
-        return x
-    found: Tensor = _Exchange.apply(x, size, group, where)  # type: ignore[no-untyped-call]
-    return found
+    """Send equal parts of the rows to all ranks, and return those of all ranks, in their order. dx is dy, sent back."""
+    return x if size == 1 else mapped(x, exchanged, exchanged, size, group, where)
 
 
 def exchanged(x: Tensor, size: int, group: str, where: str) -> Tensor:
@@ -58,13 +41,13 @@ class Pieces:
     def __init__(
         self, out: Tensor, x: Tensor, received: Sequence[list[int]], sent: Sequence[list[int]], group: str, where: str
     ) -> None:
-        self.call, self.x, self.works = (group, where), x, []
+        self.call, self.works = (KIND, where, group, x), []
         if len(received) and len(received[0]) == 1:  # one rank has all rows, where they are
             rows = sum([sum(piece) for piece in sent])
             out[:rows].copy_(x[:rows])
             return
         begin = start = 0
-        with self._named():
+        with collectives.told(*self.call):
             for ins, outs in zip(received, sent, strict=True):
                 end, stop = begin + sum(ins), start + sum(outs)
                 work = dist.all_to_all_single(
@@ -75,24 +58,7 @@ class Pieces:
 
     def wait(self) -> None:
         """Wait for all pieces; on a GPU the stream does, not the host."""
-        with self._named():
+        with collectives.told(*self.call):
             for work in self.works:
                 work.wait()
         self.works = []
-
-    def _named(self) -> "_Named":
-        return _Named(*self.call, self.x)
-
-
-class _Named:
-    """Turn the error of a backend into one that says who waited."""
-
-    def __init__(self, group: str, where: str, x: Tensor) -> None:
-        self.group, self.where, self.x = group, where, x
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveFailed):
-            raise CollectiveFailed(collectives.failure(KIND, self.where, self.group, self.x, error)) from error

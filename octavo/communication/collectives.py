@@ -4,11 +4,14 @@ They call torch's functional operators by name. Sums keep the dtype of the tenso
 not. `where` names the layer that waits: a collective that fails says who waited, for what and for whom.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.functional_collectives import (
     all_gather_into_tensor,
     backend_name,
@@ -17,99 +20,35 @@ from octavo._torch.functional_collectives import (
 )
 from octavo._torch.functional_collectives import all_reduce as all_reduce_operator
 from octavo._torch.tracing import while_tracing
-from octavo.communication.groups import process_group, rank_of, registered_name, registered_name_now, size_of
+from octavo.communication.groups import process_group, rank_of, registered_name, size_of
 from octavo.errors import CollectiveFailed, UnsupportedConfig, UnsupportedShape
 from octavo.quant.qtensor import Join, QTensor
 
 
-class _AllGather(torch.autograd.Function):
-    """Rows of all ranks, one after the other. dx is the sum over ranks of dy's rows for this one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str, where: str) -> Tensor:
-        ctx.call = size, group, where
-        return gather(x, size, group, where)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return scatter_sum(dy, *ctx.call), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The sum over ranks, each rank its part of the rows. dx is the gathered dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str, where: str) -> Tensor:
-        ctx.call = size, group, where
-        return scatter_sum(x, size, group, where)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return gather(dy, *ctx.call), None, None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over ranks. dx is dy: what follows is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, where: str) -> Tensor:
-        return total(x, group, where)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return dy, None, None
-
-
-class _Copy(torch.autograd.Function):
-    """x, the same on all ranks. dx is the sum over ranks of dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, where: str) -> Tensor:
-        ctx.call = group, where
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return total(dy, *ctx.call), None, None
-
-
-class _GatherAnchor(torch.autograd.Function):
-    """The anchor of gathered codes: one element in the shape of all ranks' rows. dx is reduced as _AllGather's is."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, size: int, group: str, where: str) -> Tensor:
-        ctx.call = size, group, where
-        return anchor.new_zeros(1).expand(size * anchor.shape[0], *anchor.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return scatter_sum(dy, *ctx.call), None, None, None
-
-
 def all_gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Concatenate the rows (dim 0) of all ranks; differentiable."""
+    """Concatenate the rows (dim 0) of all ranks. dx is the sum over ranks of dy's rows for this one."""
     check_rows(x.shape, where)
-    found: Tensor = _AllGather.apply(x, size, group, where)  # type: ignore[no-untyped-call]
-    return found
+    return mapped(x, gather, scatter_sum, size, group, where)
 
 
 def reduce_scatter(x: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Sum over ranks, and return this rank's part of the rows; differentiable."""
+    """Sum over ranks, and return this rank's part of the rows. dx is the gathered dy."""
     check_divides(x.shape, size, where)
-    found: Tensor = _ReduceScatter.apply(x, size, group, where)  # type: ignore[no-untyped-call]
-    return found
+    return mapped(x, scatter_sum, gather, size, group, where)
 
 
 def all_reduce(x: Tensor, group: str, where: str) -> Tensor:
-    """Sum over ranks; the gradient passes unchanged."""
-    found: Tensor = _AllReduce.apply(x, group, where)  # type: ignore[no-untyped-call]
-    return found
+    """Sum over ranks. dx is dy: what follows is the same on all ranks."""
+    return mapped(x, total, _same, group, where)
 
 
 def copy(x: Tensor, group: str, where: str) -> Tensor:
-    """Return x; its gradient is summed over ranks."""
-    found: Tensor = _Copy.apply(x, group, where)  # type: ignore[no-untyped-call]
-    return found
+    """Return x, the same on all ranks. dx is the sum over ranks of dy."""
+    return mapped(x, _same, total, group, where)
+
+
+def _same(x: Tensor, group: str, where: str) -> Tensor:
+    return x.view_as(x)
 
 
 def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
@@ -124,9 +63,13 @@ def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
 
 
 def gather_anchor(anchor: Tensor, size: int, group: str, where: str) -> Tensor:
-    """Return the anchor of gathered codes, for that of this rank's."""
-    found: Tensor = _GatherAnchor.apply(anchor, size, group, where)  # type: ignore[no-untyped-call]
-    return found
+    """Return the anchor of gathered codes, for that of this rank's: one element in the shape of all ranks' rows. Its
+    gradient is reduced as that of `all_gather`."""
+    return mapped(anchor, _wide_anchor, scatter_sum, size, group, where)
+
+
+def _wide_anchor(anchor: Tensor, size: int, group: str, where: str) -> Tensor:
+    return anchor.new_zeros(1).expand(size * anchor.shape[0], *anchor.shape[1:])
 
 
 def joined(values: Tensor, anchor: Tensor) -> Tensor:
@@ -210,22 +153,26 @@ def sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings:
     """Run a functional collective on x and wait for its result."""
     if x.is_cuda:
         refuse_gloo(x.device, group, where)
+    found: Tensor
     if torch.compiler.is_compiling():
-        found: Tensor = wait_tensor(operator(x, *settings, registered_name_now(group)))
-        return found
-    try:
         found = wait_tensor(operator(x, *settings, registered_name(group)))
-    except RuntimeError as error:
-        raise CollectiveFailed(failure(kind, where, group, x, error)) from error
+    else:
+        with told(kind, where, group, x):
+            found = wait_tensor(operator(x, *settings, registered_name(group)))
     return found
 
 
-def failure(kind: str, where: str, group: str, x: Tensor, error: RuntimeError) -> str:
-    """Return who waited in a collective, for what and for whom, when it failed."""
-    lines = str(error).strip().splitlines()
-    return (
-        f"{where} waited in {kind} of {x.dtype} {tuple(x.shape)}, as rank {rank_of(group)} of {size_of(group)} in the "
-        f"process group {registered_name(group)!r}, and it failed: {lines[0] if lines else type(error).__name__} "
-        "Another rank has ended, raised an error before this call, or passed other shapes: look at the first error in "
-        "the logs of all ranks, and check that all of them run the same layers, recipes and shapes."
-    )
+@contextmanager
+def told(kind: str, where: str, group: str, x: Tensor) -> Iterator[None]:
+    """Turn the error of a backend into one that says who waited in a collective, for what and for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        why = lines[0] if lines else type(error).__name__
+        raise CollectiveFailed(
+            f"{where} waited in {kind} of {x.dtype} {tuple(x.shape)}, as rank {rank_of(group)} of {size_of(group)} in "
+            f"the process group {registered_name(group)!r}, and it failed: {why} Another rank has ended, raised an "
+            "error before this call, or passed other shapes: look at the first error in the logs of all ranks, and "
+            "check that all of them run the same layers, recipes and shapes."
+        ) from error

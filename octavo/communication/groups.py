@@ -23,8 +23,10 @@ ALONE = "alone"  # in place of a group's name: no other rank has the layer
 Group: TypeAlias = "ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | str | None"
 
 
+@while_tracing
 def name_of(group: Any) -> str:
-    """Return the name of a group; "" for None, the default group. Raise if torch knows no group of that name."""
+    """Return the name of a group; "" for None, the default group. Raise if torch knows no group of that name. While a
+    compiler traces, this and the next ones are constants of the graph."""
     if group is None:
         return DEFAULT
     if isinstance(group, tuple) and len(group) == 2:
@@ -71,6 +73,7 @@ def process_group(name: str) -> Any:
 _SIZES: dict[str, tuple["ref[Any]", int]] = {}  # of groups by name, with the group that had this size
 
 
+@while_tracing
 def size_of(name: str) -> int:
     """Return the number of ranks; 1 for the default group where torch.distributed is not initialized. A group that is
     still the same one is not asked again: layers ask at every call."""
@@ -89,6 +92,7 @@ def size_of(name: str) -> int:
     return size
 
 
+@while_tracing
 def rank_of(name: str) -> int:
     """Return this process's rank in the group."""
     if name == DEFAULT and not _is_initialized():
@@ -127,33 +131,10 @@ def _found(name: str) -> Any:
         return None
 
 
+@while_tracing
 def registered_name(name: str) -> str:
     """Return the name by which torch's operators find the group: that of the default group too."""
     return str(process_group(name).group_name)
-
-
-@while_tracing
-def name_now(group: Any) -> str:
-    """Return `name_of`, also while a compiler traces: a constant of the graph."""
-    return name_of(group)
-
-
-@while_tracing
-def size_now(name: str) -> int:
-    """Return `size_of`, also while a compiler traces: a constant of the graph."""
-    return size_of(name)
-
-
-@while_tracing
-def rank_now(name: str) -> int:
-    """Return `rank_of`, also while a compiler traces: a constant of the graph."""
-    return rank_of(name)
-
-
-@while_tracing
-def registered_name_now(name: str) -> str:
-    """Return `registered_name`, also while a compiler traces: a constant of the graph."""
-    return registered_name(name)
 
 
 def _is_initialized() -> bool:

@@ -47,14 +47,17 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: 
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
         f"column_blocks={parallel.blocks}, weight {_described(weight)}, bias {_described(bias)}"
         f"{', returned' if getattr(layer, 'return_bias', False) else ''}, x {_described(x)}"
-        f"{_wanted(parallel, x, weight, bias)}{_unknown_scales(layer, recipe)}"
+        f"{_wanted(parallel, x, weight, bias)}"
     )
+    mask = layer._scaling.uncalibrated  # operands of fp8-delayed whose amaxes ranks agree on, as no step has seen them
+    if recipe.stateful and (mask.x or mask.w):
+        own += f", no scale yet for {' and '.join(['x'] * mask.x + ['w'] * mask.w)}"
     shared: list[Tensor] = []
     if parallel.mode == "row" and not layer._ranks_checked:
         shared = [p for name, p in layer.named_parameters(recurse=False) if name.startswith("bias")]
     rule = f"{layer.op_describe()} is split over {parallel.size()} ranks, which must call it alike"
     way_out = "Give all ranks the same recipe, settings, number of tokens and gradients to compute."
-    _compare(layer, parallel.group, x, rule, own, way_out, shared)
+    check_alike(layer, parallel.group, x, rule, own, way_out, shared)
 
 
 def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor | None]) -> None:
@@ -64,21 +67,21 @@ def check_parameters(norm: Any, group: str, x: Any, parameters: Sequence[Tensor 
     rule = f"All {size_of(group)} ranks have the parameters of {norm.op_describe()} in common"
     way_out = "Build the same norm on all ranks."
     own = f"its parameters as {', '.join([_described(p) for p in parameters])}"
-    _compare(norm, group, x, rule, own, way_out, [p for p in parameters if p is not None])
+    check_alike(norm, group, x, rule, own, way_out, [p for p in parameters if p is not None])
 
 
-def check_alike(module: Any, group: str, x: Any, rule: str, own: str, way_out: str) -> None:
-    """Raise if other ranks describe their call of a module in other words than `own`."""
-    _compare(module, group, x, rule, own, way_out, [])
-
-
-def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str, shared: Sequence[Tensor]) -> None:
-    """Raise if other ranks have other settings, call another layer, or have other values of shared parameters."""
+def check_alike(
+    module: Any, group: str, x: Any, rule: str, own: str, way_out: str, shared: Sequence[Tensor] = ()
+) -> None:
+    """Raise if other ranks describe their call of a module in other words than `own`, call another layer, or have other
+    values of shared parameters."""
     if x.device.type == "meta" or isinstance(x, FakeTensor) or (x.device.type == "cuda" and is_capturing()):
         return
     kind, number = getattr(module, "_number", None) or (("", ""), 0)
     text = zlib.crc32(f"{own} {getattr(module, '_path', '')}".encode())
-    device = _device_of_numbers(group, x.device)
+    # over gloo numbers are compared on the CPU, whatever x is on (`collectives.refuse_gloo`)
+    over_gloo = x.device.type == "cuda" and backend_name(process_group(group), x.device) == "gloo"
+    device = torch.device("cpu") if over_gloo else x.device
     first = torch.tensor([text, number, _MADE[kind]], dtype=torch.int64, device=device)
     if type(first) is not Tensor:  # inside of a mode whose tensors have no values
         return
@@ -89,7 +92,10 @@ def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str,
     mine = rank_of(group)
     texts, numbers, made, values = zip(*found, strict=True)
     if others := [rank for rank, one in enumerate(texts) if one != texts[mine]]:
-        raise UnsupportedConfig(f"{rule}. Rank {mine} has {own}; {_differ(others)}. {way_out}")
+        differ = "rank {} differs" if len(others) == 1 else "ranks {} differ"
+        raise UnsupportedConfig(
+            f"{rule}. Rank {mine} has {own}; {differ.format(', '.join(map(str, others)))}. {way_out}"
+        )
     # a rank that has made more layers than another one numbers them otherwise
     if len(set(made)) == 1 and (others := [rank for rank, one in enumerate(numbers) if one != number]):
         raise UnsupportedConfig(
@@ -104,12 +110,6 @@ def _compare(module: Any, group: str, x: Any, rule: str, own: str, way_out: str,
             "checkpoint on all of them, or send the values: torch.distributed.broadcast(parameter.detach(), src=0)."
         )
     module._ranks_checked = True
-
-
-def _device_of_numbers(group: str, device: torch.device) -> torch.device:
-    """Return where numbers are compared: over gloo on the CPU, whatever x is on (`collectives.refuse_gloo`)."""
-    over_gloo = device.type == "cuda" and backend_name(process_group(group), device) == "gloo"
-    return torch.device("cpu") if over_gloo else device
 
 
 def _digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -141,14 +141,3 @@ def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> 
         return ""
     how = f", row_codes_only={parallel.row_codes_only}" if parallel.row_codes_only else ""
     return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}{how}"
-
-
-def _unknown_scales(layer: Any, recipe: Recipe) -> str:
-    """Return the operands of fp8-delayed whose amaxes ranks agree on in a call, because no step has seen them."""
-    mask = layer._scaling.uncalibrated
-    names = [name for name, is_unknown in (("x", mask.x), ("w", mask.w)) if is_unknown and recipe.stateful]
-    return f", no scale yet for {' and '.join(names)}" if names else ""
-
-
-def _differ(others: list[int]) -> str:
-    return f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"

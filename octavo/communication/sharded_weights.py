@@ -34,7 +34,7 @@ from octavo.runtime.contract import LAYERS, WeightCast
 from octavo.runtime.weight_nodes import step_listeners
 from octavo.scaling.delayed_scaling import BUFFER_NAMES
 from octavo.weights.code_memory import Kind, codes_of, quantize_into, room_for, room_of, values_of
-from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight
+from octavo.weights.quantized_weight import QuantizedWeight
 
 aten = torch.ops.aten
 AMAXES = BUFFER_NAMES["forward"]["running_amax"]
@@ -149,12 +149,6 @@ class WeightSource:
         self.own_amaxes: Tensor | None = None  # bits, by row and by column
         self.amaxes: Tensor | None = None  # the largest of all ranks
 
-    def has_memory(self, places: set[int]) -> bool:
-        """Return whether one of these addresses is that of the shard's memory."""
-        layer = self.layer()
-        shard = None if layer is None else local_part(layer._parameters["weight"])
-        return type(shard) is ShardedWeight and shard.shard.untyped_storage().data_ptr() in places
-
     def _recipe(self) -> Recipe | None:
         layer = self.layer()
         found: Recipe | None = None if layer is None else layer.recipe
@@ -246,18 +240,13 @@ class WeightSource:
         amaxes, inverse_scales = layer._scaling.of_weight(layer, recipe, observes)
         bits: Parts = ()
         if any(map(scales_whole, self._specs())) and (not recipe.stateful or len(inverse_scales) > 1):
-            bits = self._agreed(layer, values).unsqueeze(1).unbind()
+            if self.amaxes is None:
+                assert self.group is not None
+                self.amaxes = collectives.largest(self.measure(layer, values), self.group, layer.op_describe())
+            bits = self.amaxes.unsqueeze(1).unbind()
         quantize_into(kind, WeightCast(values, row, (), amaxes, inverse_scales, None, bits))
         self.casts += 1
         return row
-
-    def _agreed(self, layer: Any, values: Tensor) -> Tensor:
-        """Return the amaxes of the whole weight, as bits."""
-        if self.amaxes is None:
-            assert self.group is not None
-            own = self.measure(layer, values)
-            self.amaxes = collectives.largest(own, self.group, layer.op_describe())
-        return self.amaxes
 
     def measure(self, layer: Any, values: Tensor) -> Tensor:
         """Measure this rank's rows, by row and by column, as bits."""
@@ -288,9 +277,8 @@ class WeightSource:
         codes = outputs[0][: self.shape[0]]
         row = (codes.view(row[0].shape), *row[1:])
         _fill(kind, outputs, gathered, row, column, dtype)
-        inner = {"element": torch.zeros(1, dtype=dtype, device=codes.device)}
-        inner |= dict(zip(ROW, row, strict=False)) | dict(zip(COLUMN, column, strict=False))
-        return QuantizedWeight(inner, kind), tuple([t for t in (*row[1:], *column) if t.numel() > 1])
+        whole = QuantizedWeight.of(kind, dtype, codes.device, row, column)
+        return whole, tuple([t for t in (*row[1:], *column) if t.numel() > 1])
 
 
 def _fill(kind: Kind, outputs: Parts, gathered: Gathered, row: Parts, column: Parts, dtype: torch.dtype) -> None:
@@ -332,8 +320,11 @@ def refresh(modules: Sequence[Any]) -> None:
 def _note_graph(written: Sequence[Tensor]) -> None:
     """Note that an optimizer in a graph writes to these values: a graph has a shard's memory, and not the shard."""
     places = {t.untyped_storage().data_ptr() for t in written} if _sources else set()
-    for source in [one for one in _sources if one.has_memory(places)]:
-        source.note_write()
+    for source in list(_sources) if places else ():
+        layer = source.layer()
+        shard = None if layer is None else local_part(layer._parameters["weight"])
+        if type(shard) is ShardedWeight and shard.shard.untyped_storage().data_ptr() in places:
+            source.note_write()
 
 
 step_listeners.append(_note_graph)

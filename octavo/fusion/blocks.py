@@ -93,6 +93,7 @@ class _Block(RecipeOfLayers, Sequential):
     _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, conditions.KEPT_AS_CODES, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
+    activation_recompute = False
     _last = ""  # the name of the last Linear
     _modes: ClassVar[dict[str, str]] = {}  # by the name of a Linear: its parallel_mode in a block that is split
 
@@ -145,7 +146,9 @@ class _Block(RecipeOfLayers, Sequential):
         return last if isinstance(last, Linear) and last.return_bias and last.bias_by_block else None
 
     def _flattens(self) -> bool:
-        return super()._flattens() and self._returns_bias_of() is None and RETURNED not in self._modules
+        if self.activation_recompute or self._returns_bias_of() is not None:
+            return False
+        return super()._flattens() and RETURNED not in self._modules
 
     def _with_bias(self, made: Any) -> Any:
         """Return y, with return_bias=True the bias of the last Linear, and then the norm's output if it is returned."""
@@ -154,6 +157,49 @@ class _Block(RecipeOfLayers, Sequential):
             return made
         y, *more = made if isinstance(made, tuple) else (made,)
         return y, last._bias_of_caller(), *more
+
+    @classmethod
+    def _plain_forward(cls) -> Any:
+        return _Block.forward
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        is_first_microbatch: Flag = None,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> "Tensor | QTensor | tuple[Any, ...]":
+        """Run the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
+
+        Args:
+            input: x [..., in_features].
+            *extra_inputs: extra inputs, if the block was edited and its operations take any.
+            is_first_microbatch: as in `octavo.Linear.forward`, for all Linears.
+            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
+
+        Returns:
+            y [..., out_features], in the dtype of x. With `return_bias=True` it is a tuple of y without the bias of the
+            last Linear, and the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
+        """
+        if type(input) is not Tensor and isinstance(input, Proxy):
+            refuse_symbol(type(self).__name__)
+        op_kwargs = self._keywords(op_kwargs, is_first_microbatch)
+        if self.activation_recompute and torch.is_grad_enabled():
+            run, recipe = super().forward, ambient.recipe
+
+            first: FirstRun | None = None
+
+            def again(x: Tensor) -> Any:
+                nonlocal first
+                ambient_again = nullcontext() if recipe is None else autocast(recipe)  # backward may run outside of it
+                with ambient_again, nullcontext() if first is None else first.again():
+                    y = run(x, *extra_inputs, op_kwargs=op_kwargs)
+                if first is None and not torch.compiler.is_compiling():  # a graph saves its inputs as they are
+                    first = FirstRun(self, (x, *extra_inputs))
+                return y
+
+            return self._with_bias(checkpoint(again, input, use_reentrant=False))
+        return self._with_bias(super().forward(input, *extra_inputs, op_kwargs=op_kwargs))
 
 
 class LayerNormLinear(_Block):
@@ -232,32 +278,6 @@ class LayerNormLinear(_Block):
         extra = {RETURNED: MakeExtraOutput()} if return_layernorm_output else {}
         require = _required(("norm-linear",), return_layernorm_output)
         super().__init__({"norm": norm, **extra, "linear": linear}, require=require)
-
-    @classmethod
-    def _plain_forward(cls) -> Any:
-        return LayerNormLinear.forward
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor | QTensor,
-        *extra_inputs: Tensor,
-        is_first_microbatch: Flag = None,
-        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
-    ) -> "Tensor | QTensor | tuple[Any, ...]":
-        """Run the block.
-
-        Args:
-            input: x [..., in_features].
-            *extra_inputs: extra inputs, if the block was edited and its operations take any.
-            is_first_microbatch: as in `octavo.Linear.forward`.
-            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
-
-        Returns:
-            y [..., out_features], in the dtype of x. With `return_bias=True` it is a tuple of y without the bias, and
-            the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
-        """
-        y = super().forward(input, *extra_inputs, op_kwargs=self._keywords(op_kwargs, is_first_microbatch))
-        return self._with_bias(y)
 
 
 class LayerNormMLP(_Block):
@@ -349,49 +369,3 @@ class LayerNormMLP(_Block):
         _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute
         super().__init__(modules, require=_required(("norm-linear", "activation-linear"), return_layernorm_output))
-
-    def _flattens(self) -> bool:
-        return super()._flattens() and not self.activation_recompute
-
-    @classmethod
-    def _plain_forward(cls) -> Any:
-        return LayerNormMLP.forward
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor | QTensor,
-        *extra_inputs: Tensor,
-        is_first_microbatch: Flag = None,
-        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
-    ) -> "Tensor | QTensor | tuple[Any, ...]":
-        """Run the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
-
-        Args:
-            input: x [..., hidden_size].
-            *extra_inputs: extra inputs, if the block was edited and its operations take any.
-            is_first_microbatch: as in `octavo.Linear.forward`, for both Linears.
-            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
-
-        Returns:
-            y [..., hidden_size], in the dtype of x. With `return_bias=True` it is a tuple of y without fc2's bias, and
-            the bias. With `return_layernorm_output=True` the norm's output is the last of a tuple.
-        """
-        if type(input) is not Tensor and isinstance(input, Proxy):
-            refuse_symbol(type(self).__name__)
-        op_kwargs = self._keywords(op_kwargs, is_first_microbatch)
-        if self.activation_recompute and torch.is_grad_enabled():
-            run, recipe = super().forward, ambient.recipe
-
-            first: FirstRun | None = None
-
-            def again(x: Tensor) -> Any:
-                nonlocal first
-                ambient_again = nullcontext() if recipe is None else autocast(recipe)  # backward may run outside of it
-                with ambient_again, nullcontext() if first is None else first.again():
-                    y = run(x, *extra_inputs, op_kwargs=op_kwargs)
-                if first is None and not torch.compiler.is_compiling():  # a graph saves its inputs as they are
-                    first = FirstRun(self, (x, *extra_inputs))
-                return y
-
-            return self._with_bias(checkpoint(again, input, use_reentrant=False))
-        return self._with_bias(super().forward(input, *extra_inputs, op_kwargs=op_kwargs))

@@ -55,10 +55,14 @@ def explained(
     args = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in inputs]
     pairs = dict(zip(sequential._layout().leaves, subject._layout().leaves, strict=True))
     given = {
-        pairs.get(k, k) if isinstance(k, nn.Module) else k: tree_map(_own_copy, v) for k, v in (op_kwargs or {}).items()
-    }
-    for module in subject.modules():
-        _take_hooks(module)
+        pairs.get(k, k) if isinstance(k, nn.Module) else k:
+            tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, v)
+        for k, v in (op_kwargs or {}).items()
+    }  # fmt: skip
+    for module in filter(has_hooks, subject.modules()):
+        module.__dict__["op_hooked"] = True
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            getattr(module, kind).clear()
     for container in filter(is_container, subject.modules()):
         for part in container._layout().parts:
             if part.fuser is not None:
@@ -69,7 +73,11 @@ def explained(
         _run_recorded(subject, args[0], tuple(args[1:]), given or None, records)
     plans = [plan for _, plan, _ in records if isinstance(plan, Planned)]
     return Explanation(
-        tuple(_run_of(steps, plan) for steps, plan, _ in records if isinstance(plan, Planned) or _makes_node(steps)),
+        tuple(
+            _run_of(steps, plan)
+            for steps, plan, _ in records
+            if isinstance(plan, Planned) or (isinstance(steps[0].op, FusibleOperation) and steps[0].op.op_makes_node())
+        ),
         tuple(dict.fromkeys(name for plan in plans for name in plan.fired)),
         tuple(dict.fromkeys(r for plan in plans for r in plan.refused)),
         tuple(f"{name}: {why}" for name, why in run_by_themselves(records)),
@@ -109,20 +117,3 @@ def _run_of(steps: Sequence[Step], plan: Planned | str) -> Run:
         return Run(names, plan.fired, plan.fired)
     _, forward, backward = steps_of(chain.layer.config(plan.key))
     return Run(names, forward, backward)
-
-
-def _own_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _take_hooks(module: nn.Module) -> None:
-    """Remove a module's hooks, and mark it, so that `explain` calls none of them."""
-    if has_hooks(module):
-        module.__dict__["op_hooked"] = True
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(module, kind).clear()
-
-
-def _makes_node(steps: Sequence[Step]) -> bool:
-    op = steps[0].op
-    return isinstance(op, FusibleOperation) and bool(op.op_makes_node())

@@ -139,6 +139,14 @@ class FusedOperation:
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
 
 
+def step(name: str, forward: Any = None, backward: Any = None) -> type[FusedOperation]:
+    """Return a fused operation that Octavo ships: the functions of a `octavo.runtime.contract.FusedStep`, by a name for
+    graphs and reports."""
+    functions = {"step_forward": forward, "step_backward": backward}
+    own = {key: staticmethod(function) for key, function in functions.items() if function is not None}
+    return type(name, (FusedOperation,), {"op_name": name, "__module__": (forward or backward).__module__, **own})
+
+
 @dataclass(frozen=True)
 class Rule:
     """A fusion rule: where a pattern of operations occurs and all conditions hold, a fused operation takes their place.

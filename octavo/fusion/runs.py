@@ -285,7 +285,7 @@ def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> No
         if "seed" in step.op.op_keywords:  # or its stage would draw one, and change what is drawn after
             kwargs["seed"] = torch.zeros(2, dtype=torch.int64, device=x.device)
         bare.append(step._replace(kwargs=kwargs))
-    plan = planned_run(bare, x, rules, (), run_takes_nodes(steps, x), None).plan
+    *_, plan = planned_run(bare, x, rules, (), run_takes_nodes(steps, x), None)
     for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
         if first < cut < last:
             raise UnsupportedConfig(

@@ -57,20 +57,11 @@ def run_takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:
     return any([op.op_has_groups for op in ops])
 
 
-class PlannedRun(NamedTuple):
-    """The stages of a run, and its plan."""
-
-    stages: list[Stage]
-    hidden: Hidden
-    fields: tuple[Any, ...]  # x and the stages' inputs
-    plan: Planned
-
-
 def planned_run(
     steps: Sequence[Step], x: Tensor, rules: int, later: Collection[str], as_nodes: bool, fuser: Any
-) -> PlannedRun:
-    """Return the stages of a run and its plan, which `fuser` logs if it has one. `later` are the channels that steps
-    after the run read."""
+) -> tuple[list[Stage], Hidden, tuple[Any, ...], Planned]:
+    """Return the stages of a run, its hidden outputs, x and the stages' inputs, and its plan, which `fuser` logs if it
+    has one. `later` are the channels that steps after the run read."""
     stages, routes = _stages(steps, Edge.of(x), as_nodes)
     inside = [(producer, k) for _, _, producer, k in routes]
     hidden = tuple(
@@ -95,7 +86,7 @@ def planned_run(
         plan = planned(keys, routes, hidden, rules, first, fields)
         if fuser is not None and fuser._has_news(plan):
             fuser._log(names_of(steps), plan)
-    return PlannedRun(stages, hidden, fields, plan)
+    return stages, hidden, fields, plan
 
 
 def names_of(steps: Sequence[Step]) -> tuple[str, ...]:

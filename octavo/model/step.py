@@ -11,7 +11,7 @@ from octavo._torch.cuda import is_capturing
 from octavo._torch.operators import foreach_copy_
 from octavo.communication import sharded_weights
 from octavo.communication.collectives import gather, largest
-from octavo.communication.groups import ALONE, Group, name_of, size_now
+from octavo.communication.groups import ALONE, Group, name_of, size_of
 from octavo.errors import UnsupportedConfig
 from octavo.model.layer_lookup import check_model, layers
 from octavo.model.step_warnings import warn_of_step
@@ -98,7 +98,7 @@ def _all_reduce_amaxes(modules: Sequence[Quantized], group: Any, in_graph: bool)
             name = module._sharded.group
         if name in (None, ALONE) or module._scaling.recipe is None:
             continue
-        if size_now(name) > 1:
+        if size_of(name) > 1:
             shared.setdefault((name, module._place()), []).append(module)
     for (name, _), members in shared.items():
         states = [m._scaling.state(m, direction) for m in members for direction in DIRECTIONS]
@@ -141,7 +141,7 @@ def _check_number(first: Quantized, name: str, number: int) -> None:
     if scaling.all_reduced_number == number or first._place().type == "meta":
         return
     own = torch.tensor([number], device=first._place(), dtype=torch.int64)
-    found = gather(own, size_now(name), name, "octavo.step").tolist()
+    found = gather(own, size_of(name), name, "octavo.step").tolist()
     if any(n != number for n in found):
         raise UnsupportedConfig(
             f"octavo.step agrees on the amaxes of all ranks, which must hold the same layers in fp8-delayed. By rank "

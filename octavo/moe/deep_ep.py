@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.moe.dispatch import Dispatch, Dispatched
 from octavo.moe.payload import NO_CODES, Payload
@@ -105,7 +106,10 @@ class DeepEP(Dispatch):
             return Dispatched(permute(tokens, permutation, tail="untouched")[0], permutation.sizes, state)
         anchor = None
         if tokens.requires_grad:
-            anchor = _RowAnchor.apply(tokens, permutation)  # type: ignore[no-untyped-call]
+            shape = permutation.assignments.shape[0], tokens.shape[1]
+            anchor = mapped(
+                tokens, lambda t: t.new_zeros(1).expand(shape), lambda dy: unpermute(dy.contiguous(), permutation)
+            )
         rows = GroupedTensor.of(
             spec, codes, scale, permutation.sizes, source=permutation.sources, dtype=x.dtype, anchor=anchor
         )
@@ -123,8 +127,10 @@ class DeepEP(Dispatch):
         """
         state: Any = dispatched.state
         sums = unpermute(rows, state.permutation, state.weights, tail="untouched")
-        y: Tensor = _Combined.apply(sums, state.handle, self.buffer)  # type: ignore[no-untyped-call]
-        return y
+        buffer, handle = self.buffer, state.handle
+        return mapped(  # dy goes where the tokens went
+            sums, lambda t: buffer.combine(t, handle)[0], lambda dy: buffer.dispatch(dy.contiguous(), handle=handle)[0]
+        )
 
 
 class _Sent(torch.autograd.Function):
@@ -157,31 +163,3 @@ class _Sent(torch.autograd.Function):
             raise UnsupportedConfig("DeepEP sends the gradients of x and of the weights together, and one is missing.")
         dx, summed, _ = buffer.combine(dtokens.contiguous(), handle, topk_weights=dweights.float())
         return dx, summed.to(dtype), None, None, None, None
-
-
-class _RowAnchor(torch.autograd.Function):
-    """The anchor of rows, of that of their tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return tokens.new_zeros(1).expand(permutation.assignments.shape[0], tokens.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return unpermute(dy.contiguous(), ctx.permutation), None
-
-
-class _Combined(torch.autograd.Function):
-    """Sum over ranks, on the ranks of the tokens. dy goes where the tokens went."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, handle: Any, buffer: Any) -> Tensor:
-        ctx.given = buffer, handle
-        y: Tensor = buffer.combine(sums, handle)[0]
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        buffer, handle = ctx.given
-        return buffer.dispatch(dy.contiguous(), handle=handle)[0], None, None

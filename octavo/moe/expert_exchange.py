@@ -12,11 +12,12 @@ ranks: results have its bits.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.fakes import FakeTensor
 from octavo.communication import all_to_all
 from octavo.communication.all_to_all import Pieces
@@ -103,7 +104,10 @@ class Exact(_Copied):
         self.permutation = sort(torch.where(there, place, -1) if ranks.size > 1 else index, experts)
         counts = self.permutation.sizes.view(local, ranks.size)
         shapes_only = index.is_meta or isinstance(index, FakeTensor)
-        arriving = counts if ranks.size == 1 or shapes_only else _counts_of_ranks(counts, ranks)
+        arriving = counts
+        if ranks.size > 1 and not shapes_only:  # how many rows each rank sends for each expert of this one
+            by_rank = counts.t().contiguous()
+            arriving = all_to_all.exchanged(by_rank, ranks.size, ranks.group, ranks.where).t().contiguous()
         self.sizes = arriving.sum(1)
         self.pending: list[Pieces] = []
         self.rows = index.numel()  # of tensors without values, which have shapes only
@@ -130,12 +134,12 @@ class Exact(_Copied):
             self.pending.pop().wait()
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        found: Tensor = _ToExperts.apply(rows, self)  # type: ignore[no-untyped-call]
-        return found
+        # forward starts, and leaves the waiting to its caller; dx comes back out of the memory that the experts write
+        return mapped(rows, self.send, self.sent_back)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        found: Tensor = _ToTokens.apply(rows, self)  # type: ignore[no-untyped-call]
-        return found
+        # out of the memory that the last GEMM wrote
+        return mapped(rows, self.sent_back, self.sent_there)
 
     def sent_back(self, rows: Tensor) -> Tensor:
         out = self._start(rows, True)
@@ -146,39 +150,6 @@ class Exact(_Copied):
         out = self._start(rows, False)
         self.wait()
         return out
-
-
-def _counts_of_ranks(counts: Tensor, ranks: Ranks) -> Tensor:
-    """Return how many rows each rank sends for each expert of this one [local, ranks], given what this rank sends."""
-    by_rank = counts.t().contiguous()
-    return all_to_all.exchanged(by_rank, ranks.size, ranks.group, ranks.where).t().contiguous()
-
-
-class _ToExperts(torch.autograd.Function):
-    """Rows sent to experts: forward starts, and leaves the waiting to its caller. dx comes back out of the memory that
-    the first GEMM's backward wrote."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Exact) -> Tensor:
-        ctx.plan = plan
-        return plan.send(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return ctx.plan.sent_back(dy), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """Rows sent back, out of the memory that the last GEMM wrote. dx goes to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Exact) -> Tensor:
-        ctx.plan = plan
-        return plan.sent_back(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return ctx.plan.sent_there(dy), None
 
 
 # -- a fixed number of rows --------------------------------------------------------------------------------------------

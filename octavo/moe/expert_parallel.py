@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import Untraced
-from octavo.communication.groups import Group, name_of, size_now, size_of
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.communication.rank_checks import check_alike
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.moe.agreed_scale import History
@@ -129,7 +130,8 @@ class ExpertParallel(Dispatch):
             _refuse(self._unsupported_in_graph())
         spec, dy_spec = (None, None) if x.is_meta else self._quantizers(payload)
         self._check_alike(x, weights, num_experts, spec)
-        plan: Plan = ENGINES[self.engine](x.detach(), index, num_experts, self._ranks(), self.capacity)
+        ranks = Ranks(self.group, self.ranks, "ExpertParallel" if torch.compiler.is_compiling() else repr(self))
+        plan: Plan = ENGINES[self.engine](x.detach(), index, num_experts, ranks, self.capacity)
         if spec is None:
             rows: Any = plan.tokens_to_experts(x)
             _pass_time(meanwhile)
@@ -155,10 +157,16 @@ class ExpertParallel(Dispatch):
         """
         state: Any = dispatched.state
         plan, weights, dy_spec, dy_codes, observed = state
-        if dy_codes is None:
-            returned = plan.to_tokens(rows)
-        else:
-            returned = _ReturnedByCodes.apply(rows, plan, dy_spec, dy_codes, observed)  # type: ignore[no-untyped-call]
+
+        def by_codes(dy: Tensor) -> Tensor:
+            """Send dy to the experts as codes, past autograd."""
+            sent, scale = encoded(dy, dy_spec, plan, *observed)
+            arrived = plan.send(sent)
+            plan.wait()
+            codes: Tensor = dy_codes.put(decoded(arrived, dy_spec, scale, dy.shape[1], dy.dtype, plan))
+            return codes
+
+        returned = plan.to_tokens(rows) if dy_codes is None else mapped(rows, plan.to_tokens, by_codes)
         # rows of no assignment are not sent, and count only where one scale belongs to all of them
         tail = "zero" if dy_spec is not None and dy_spec.block == WHOLE else "untouched"
         return unpermute(returned, plan.permutation, weights, tail=tail)
@@ -179,9 +187,6 @@ class ExpertParallel(Dispatch):
         return num_experts // self.ranks
 
     # -- what a call needs ---------------------------------------------------------------------------------------------
-
-    def _ranks(self) -> Ranks:
-        return Ranks(self.group, self.ranks, "ExpertParallel" if torch.compiler.is_compiling() else repr(self))
 
     def _unsupported_in_graph(self) -> str:
         if self.engine == "all-to-all":
@@ -214,7 +219,7 @@ class ExpertParallel(Dispatch):
         return payload.x, payload.dy
 
     def _check_experts(self, experts: int) -> None:
-        size = size_now(self.group)
+        size = size_of(self.group)
         if size != self.ranks:
             raise UnsupportedConfig(
                 f"{self!r} was made for {self.ranks} ranks of {_title(self.group)}, which has {size} now. Call "
@@ -279,42 +284,12 @@ def _sent_as_codes(
     plan.wait()
     anchor = None
     if x.requires_grad and torch.is_grad_enabled():
-        anchor = _SentAnchor.apply(x, arrived.shape[0], plan)  # type: ignore[no-untyped-call]
+        shape = arrived.shape[0], x.shape[1]
+        anchor = mapped(  # dx comes back to the tokens, and is summed for each
+            x, lambda x: x.new_zeros(1).expand(shape),
+            lambda dy: unpermute(plan.to_tokens(dy.contiguous()), plan.permutation),
+        )  # fmt: skip
     return decoded(arrived, spec, scale, x.shape[1], x.dtype, plan, anchor)
-
-
-class _SentAnchor(torch.autograd.Function):
-    """The anchor of codes that arrived, of x. dx comes back to the tokens, and is summed for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return x.new_zeros(1).expand(rows, x.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        plan = ctx.plan
-        return unpermute(plan.to_tokens(dy.contiguous()), plan.permutation), None, None
-
-
-class _ReturnedByCodes(torch.autograd.Function):
-    """The experts' rows, sent back. dy goes to the experts as codes, past autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, plan: Plan, spec: Quantizer, dy_codes: GradientCodes,
-        observed: tuple[History | None, bool],
-    ) -> Tensor:  # fmt: skip
-        ctx.given = plan, spec, dy_codes, observed
-        return plan.to_tokens(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        plan, spec, dy_codes, observed = ctx.given
-        rows, scale = encoded(dy, spec, plan, *observed)
-        arrived = plan.send(rows)
-        plan.wait()
-        return dy_codes.put(decoded(arrived, spec, scale, dy.shape[1], dy.dtype, plan)), None, None, None, None
 
 
 # -- in a mixture ------------------------------------------------------------------------------------------------------

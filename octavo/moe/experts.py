@@ -21,7 +21,6 @@ from octavo.errors import (
 )
 from octavo.fusion.blocks import KINDS, fc1_width
 from octavo.fusion.explanation import Explanation
-from octavo.fusion.rule import NotFired
 from octavo.fusion.rules.moe_experts import RULES
 from octavo.fusion.sequential import Sequential
 from octavo.moe.permutation import Permutation, check_permutation, sort
@@ -52,13 +51,6 @@ def keywords_of(function: Any) -> tuple[str, ...]:
 SETTINGS = tuple(
     name for name, p in signature(GroupedLinear).parameters.items() if p.default is not p.empty and name not in PARALLEL
 )
-
-
-def _with_storage(unsupported_reason: NotFired) -> NotFired:
-    """Add what the reason against the rule means for storage."""
-    if unsupported_reason.rule != "experts":
-        return unsupported_reason
-    return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")
 
 
 class Experts(RecipeOfLayers, Sequential):
@@ -211,7 +203,9 @@ class Experts(RecipeOfLayers, Sequential):
         report = super().explain(rows, *self._extra_inputs(input, indices, probs))
         if self.fc1_output_storage == "unquantized":
             return report
-        return report._replace(refused=tuple(map(_with_storage, report.refused)))
+        more = "; the output of fc1 is kept unquantized"
+        refused = [r._replace(sentence=r.sentence + more) if r.rule == "experts" else r for r in report.refused]
+        return report._replace(refused=tuple(refused))
 
     def _extra_inputs(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Return the extra inputs of the operations, in order, with all leading dims flattened."""
@@ -237,22 +231,19 @@ class Experts(RecipeOfLayers, Sequential):
             )
         assignments = index.shape[-1]
         if isinstance(indices, Permutation):
-            permutation = self._checked(indices)
+            permutation = indices
+            if permutation.experts is not None or permutation.sizes.shape[0] != self.num_experts:
+                kind = "an index" if permutation.experts is None else "a mask"
+                raise UnsupportedShape(
+                    f"Experts takes a permutation of an index of its {self.num_experts} experts, got one of {kind} of "
+                    f"{permutation.sizes.shape[0]}. Make it with octavo.moe.sort(index, {self.num_experts})."
+                )
         else:
             _check_range(index, self.num_experts)
             permutation = sort(index.reshape(-1, assignments), self.num_experts)
         sizes, positions, rows, _ = permutation
         positions = positions.reshape(-1, assignments)
         return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, assignments)
-
-    def _checked(self, permutation: Permutation) -> Permutation:
-        if permutation.experts is not None or permutation.sizes.shape[0] != self.num_experts:
-            kind = "an index" if permutation.experts is None else "a mask"
-            raise UnsupportedShape(
-                f"Experts takes a permutation of an index of its {self.num_experts} experts, got one of {kind} of "
-                f"{permutation.sizes.shape[0]}. Make it with octavo.moe.sort(index, {self.num_experts})."
-            )
-        return permutation
 
     def __getstate__(self) -> dict[str, Any]:
         # pickled by name: the conditions of a rule are functions

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.communication.collectives import total
-from octavo.communication.groups import Group, name_now, size_now
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.errors import UnsupportedShape, check_choice
 from octavo.moe.routing import SCORES, checked_index, checked_logits, checked_tokens, counts, first, scores_of, shares
 
@@ -59,7 +59,7 @@ def aux_loss(
             f"aux_loss takes logits [..., E] and an index [..., K] of the same tokens, got {tuple(logits.shape)} and "
             f"{tuple(index.shape)}."
         )
-    name = None if group is None else name_now(group)
+    name = None if group is None else name_of(group)
     return balance(logits, counts(index, logits.shape[-1], tokens), index.shape[-1], score, tokens, name)
 
 
@@ -68,7 +68,7 @@ def balance(
 ) -> Tensor:
     """Return `aux_loss`, given the number of assignments that each expert got, and the assignments of a token."""
     rows, mask, number = _counted(logits, tokens)
-    if group is not None and size_now(group) > 1:
+    if group is not None and size_of(group) > 1:
         load, number = _mean_of_ranks(load, number, group)
     if score == GIVEN:
         probs = rows
@@ -98,8 +98,8 @@ def z_loss(logits: Tensor, *, tokens: Tensor | int | None = None, group: Group =
         tensor(4.3241)
     """
     rows, mask, number = _counted(checked_logits("z_loss", logits), tokens)
-    name = None if group is None else name_now(group)
-    if name is not None and size_now(name) > 1:
+    name = None if group is None else name_of(group)
+    if name is not None and size_of(name) > 1:
         _, number = _mean_of_ranks(rows.new_zeros(0), number, name)
     squares = rows.logsumexp(-1, keepdim=True).square()
     return (squares if mask is None else torch.where(mask, squares, 0.0)).sum() / number
@@ -109,7 +109,7 @@ def _mean_of_ranks(load: Tensor, number: Tensor | int, group: str) -> tuple[Tens
     """Return the mean over ranks of the assignments of each expert, and of the number of tokens, in one collective."""
     own = torch.full((1,), number, device=load.device, dtype=torch.float64) if isinstance(number, int) else number
     both = torch.cat([load.double(), own.reshape(1).double()])
-    mean = (total(both, group, "aux_loss") / size_now(group)).float()  # sums of integers: exact
+    mean = (total(both, group, "aux_loss") / size_of(group)).float()  # sums of integers: exact
     return mean[:-1], mean[-1]
 
 

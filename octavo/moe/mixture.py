@@ -177,14 +177,20 @@ class MoE(RecipeOfLayers, nn.Module):
             if isinstance(dispatcher, ExpertParallel):
                 common, number = {**common, "ep_group": dispatcher.group}, num_experts
             self.experts = DispatchedExperts(expert_layers(number, hidden_size, ffn_hidden_size, activation, common))
-            if self.num_local_experts != num_experts:
-                _keep_amaxes(self.experts)
+            if self.num_local_experts != num_experts:  # scaled by own amaxes, whatever ranks `octavo.step` gets
+                for layer in self.experts:
+                    if isinstance(layer, GroupedLinear) and getattr(layer, "ep_group", None) is None:
+                        layer.amax_group = ALONE
         self.shared: Sequential | None = None
         self.shared_gate: Router | None = None
         if shared_ffn_size is not None:
             common = {"recipe": recipe, **place, "bias": False}
             common |= {name: value for name, value in settings.items() if name in COMMON}
-            self.shared = _shared(hidden_size, shared_ffn_size, activation, common)
+            self.shared = Sequential({
+                "fc1": Linear(hidden_size, fc1_width(activation, shared_ffn_size), **common),
+                "activation": KINDS[activation](),
+                "fc2": Linear(shared_ffn_size, hidden_size, **common),
+            })  # fmt: skip
         if shared_gate:
             self.shared_gate = Router(hidden_size, 1, **place)
         self.register_buffer(
@@ -395,13 +401,6 @@ class MoE(RecipeOfLayers, nn.Module):
         return {**self.__dict__, "_loss": None}  # a part of the graph of one forward
 
 
-def _keep_amaxes(experts: Sequential) -> None:
-    """Have experts of which other ranks have others scaled by their own amaxes, whatever ranks `octavo.step` gets."""
-    for layer in experts:
-        if isinstance(layer, GroupedLinear) and getattr(layer, "ep_group", None) is None:
-            layer.amax_group = ALONE
-
-
 def _check_experts(
     number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any], tp_group: Any
 ) -> None:
@@ -423,11 +422,3 @@ def _check_experts(
         )
     if dispatcher is not None and "fc1_output_storage" in settings:
         raise UnsupportedConfig(_STORAGE_WITH_DISPATCHER)
-
-
-def _shared(hidden: int, ffn: int, activation: str, settings: dict[str, Any]) -> Sequential:
-    return Sequential({
-        "fc1": Linear(hidden, fc1_width(activation, ffn), **settings),
-        "activation": KINDS[activation](),
-        "fc2": Linear(ffn, hidden, **settings),
-    })  # fmt: skip

@@ -106,7 +106,9 @@ def sort(
     """
     routing = arrived(routing)
     if getattr(routing, "dtype", None) is torch.uint8:
-        routing, num_experts = _unpacked(routing, num_experts), None
+        if num_experts is None:
+            raise UnsupportedConfig("Bits of a mask do not tell how many experts there are. Pass num_experts.")
+        routing, num_experts = unpack_mask(routing, num_experts), None
     experts, assignments = _checked_map(routing, num_experts, top_k)
     check_whole(align, what="align")
     rows = None
@@ -290,12 +292,6 @@ def check_capacity(capacity: Any, align: int = 1) -> None:
         raise UnsupportedConfig(
             f"capacity is a number of rows, a multiple of align={align}, got {capacity}. Round it up."
         )
-
-
-def _unpacked(bits: Tensor, num_experts: int | None) -> Tensor:
-    if num_experts is None:
-        raise UnsupportedConfig("Bits of a mask do not tell how many experts there are. Pass num_experts.")
-    return unpack_mask(bits, num_experts)
 
 
 def _number(n: int) -> int:

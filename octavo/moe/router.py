@@ -67,18 +67,14 @@ class Router(nn.Linear):
         weight: Tensor = self.weight
         check_features(x, weight, "Router")
         plain = x.dtype == weight.dtype == torch.float32 and not _traced_under_autocast(x)
-        if plain or _takes_operators():  # float32: autograd makes no other copies
+        # float32: autograd makes no other copies; torch.func and torch.jit.trace know operators of torch alone
+        if plain or has_transforms() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return product(x.float(), weight.float())
         dx, dw = wanted_gradients(x.requires_grad, weight)
         dtypes = f"dtype='{DTYPE_NAMES[x.dtype]}',weight_dtype='{DTYPE_NAMES[weight.dtype]}'"
         key = f"router-logits({dtypes},wants_dx={dx},wants_dw={dw})"
         stage = Stage("router-logits", key, (weight,), (), dx or dw, self.out_features)
         return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)[0]
-
-
-def _takes_operators() -> bool:
-    """Return whether torch.func or torch.jit.trace takes this call: they know operators of torch alone."""
-    return has_transforms() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _traced_under_autocast(x: Tensor) -> bool:

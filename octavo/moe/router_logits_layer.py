@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo._torch.operators import unsafe_view
 from octavo.ops.operands import flat
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
+from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors, wanted_protos
 from octavo.values import Value, register
 
 
@@ -63,12 +63,9 @@ class RouterLogitsLayer(Layer):
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, weight = saved
-        return (
-            None if weight is None
-            else TensorProto((*dy.shape[:-1], weight.shape[1]), DTYPES[config.dtype], dy.device),
-            None if x is None
-            else TensorProto((dy.shape[-1], x.shape[-1]), DTYPES[config.weight_dtype], dy.device),
-        )  # fmt: skip
+        dx = (*dy.shape[:-1], 0 if weight is None else weight.shape[1]), config.dtype
+        dw = (dy.shape[-1], 0 if x is None else x.shape[-1]), config.weight_dtype
+        return wanted_protos(dy, self.wants(config), dx, dw)
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         dy, (x, weight) = grads[0], saved

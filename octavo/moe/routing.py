@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.communication.collectives import total
-from octavo.communication.groups import Group, name_now, size_now
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.errors import (
     UnsupportedConfig,
     UnsupportedDevice,
@@ -94,7 +94,14 @@ def route(
     scores = scores_of(x, score)
     ranked, biased = x.detach(), scores.detach()
     if bias is not None:
-        ranked = biased = biased + _checked_bias(bias, logits)
+        check_input("route", bias, "bias")
+        if bias.shape != logits.shape[-1:]:
+            raise UnsupportedShape(f"The bias is [{logits.shape[-1]}], one for each expert, got {tuple(bias.shape)}.")
+        if bias.device != logits.device:
+            raise UnsupportedDevice(
+                f"The logits are on {logits.device} and the bias on {bias.device}. Move them together."
+            )
+        ranked = biased = biased + bias.detach().float()
     if groups is None or top_groups is None:
         index = _largest(ranked, top_k)
     else:
@@ -185,7 +192,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, group: Grou
     if bias.device != counts.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():
-        if group is not None and size_now(name := name_now(group)) > 1:
+        if group is not None and size_of(name := name_of(group)) > 1:
             counts = total(counts, name, "update_bias")
         bias.add_((counts.sum() - counts * counts.shape[0]).sign(), alpha=rate)
 
@@ -292,15 +299,6 @@ def _way_to_an_index(found: object) -> str:
     if isinstance(found, Tensor) and found.is_floating_point():
         return "octavo.moe.route returns weights first, then the index."
     return "Pass a tensor, cast by .long()."
-
-
-def _checked_bias(bias: Tensor, logits: Tensor) -> Tensor:
-    check_input("route", bias, "bias")
-    if bias.shape != logits.shape[-1:]:
-        raise UnsupportedShape(f"The bias is [{logits.shape[-1]}], one for each expert, got {tuple(bias.shape)}.")
-    if bias.device != logits.device:
-        raise UnsupportedDevice(f"The logits are on {logits.device} and the bias on {bias.device}. Move them together.")
-    return bias.detach().float()
 
 
 def _check_number(name: str, value: object, most: int, what: str) -> None:

@@ -9,11 +9,10 @@ after they are put; and before results are read. All calls of a group share one 
 keeps are copied out of it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import mapped
 from octavo._torch.fakes import FakeTensor
 from octavo.communication.peer_memory import PeerMemory, peer_memory
 from octavo.errors import UnsupportedShape
@@ -99,12 +98,24 @@ class Symmetric:
             return
         self._barrier()
         if self.kept is not None:
-            self._copy_arrived(self.kept)
+            # out of the memory that the next call overwrites
+            row = torch.arange(self.rows, dtype=torch.int64, device=self.kept.device)
+            here = self.memory.rank * HEIGHT + row
+            get(self.kept, torch.where(row < self.sizes.sum(), here, -1), self.memory.part("arriving"))
             self.kept = None
 
     def tokens_to_experts(self, x: Tensor) -> Tensor:
-        found: Tensor = _TokensToExperts.apply(x, self, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-        return found
+        keeps = torch.is_grad_enabled()
+
+        def there(x: Tensor) -> Tensor:
+            arriving = self.send_tokens(x)
+            if self.memory is None or not keeps:
+                return arriving
+            self.kept = torch.empty_like(arriving)
+            return self.kept
+
+        # dx is read where the first GEMM's backward wrote it, and summed
+        return mapped(x, there, lambda dy: unpermute(self.returned(dy), self.permutation))
 
     def _put(self, x: Tensor, source: Tensor | None) -> Tensor:
         """Put rows to their places, and return where rows arrive, which they have after the next barrier."""
@@ -112,13 +123,6 @@ class Symmetric:
             return x.new_empty(self.rows, x.shape[1])
         put(x.detach(), source, self.places, self.memory.part("arriving"))
         return self.memory.own("arriving", self.rows, x.shape[1], x.dtype)
-
-    def _copy_arrived(self, out: Tensor) -> None:
-        """Copy the rows that arrived out of the memory that the next call overwrites."""
-        assert self.memory is not None
-        row = torch.arange(self.rows, dtype=torch.int64, device=out.device)
-        here = self.memory.rank * HEIGHT + row
-        get(out, torch.where(row < self.sizes.sum(), here, -1), self.memory.part("arriving"))
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
@@ -131,8 +135,7 @@ class Symmetric:
         return self.memory.own("leaving", *shape), self.memory.own("arriving", *shape)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        found: Tensor = _ToTokens.apply(rows, self)  # type: ignore[no-untyped-call]
-        return found
+        return mapped(rows, self.returned, self.sent_there)  # read from where the last GEMM wrote; dy is put to experts
 
     def returned(self, rows: Tensor) -> Tensor:
         """Return the experts' rows of this rank's tokens."""
@@ -162,36 +165,6 @@ class Symmetric:
     def _barrier(self) -> None:
         assert self.memory is not None
         self.memory.barrier(self.ranks.where)
-
-
-class _TokensToExperts(torch.autograd.Function):
-    """Tokens put to the rows of their experts. dx is read where the first GEMM's backward wrote it, and summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Symmetric, keeps: bool) -> Tensor:
-        ctx.plan = plan
-        arriving = plan.send_tokens(x)
-        if plan.memory is None or not keeps:
-            return arriving
-        plan.kept = torch.empty_like(arriving)
-        return plan.kept
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return unpermute(ctx.plan.returned(dy), ctx.plan.permutation), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    """Rows read from where the last GEMM wrote them. dy is put to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Symmetric) -> Tensor:
-        ctx.plan = plan
-        return plan.returned(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return ctx.plan.sent_there(dy), None
 
 
 def _taken(flags: Tensor, at: Tensor) -> Tensor:

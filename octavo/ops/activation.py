@@ -135,9 +135,7 @@ class Activation(FusibleOperation, Settings, nn.Module):
             return config.name != "linear"
         return config.name == cls.NAME and bool(cls.num_extra_inputs) == bool(config.scales_dtype)
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         self._check(x)
         scales = extra_inputs[0] if extra_inputs else None
         if scales is not None:
@@ -459,9 +457,7 @@ class Bias(FusibleOperation, nn.Module):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.name == "linear" and config.bias_dtype != ""
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if has_shape(x):
             self._check(x)
         return stage_of("", x, bias=self.bias)

@@ -18,7 +18,7 @@ from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
+from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors, wanted_protos
 from octavo.values import Value, register
 
 
@@ -124,14 +124,9 @@ class ActivationLayer(Layer):
         )
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        x, scales, bias, _ = self.wants(config)
         shape = shape_of_dx(config, tuple(dy.shape))
-        return (
-            TensorProto(shape, dy.dtype, dy.device) if x else None,
-            TensorProto(shape[:-1], DTYPES[config.scales_dtype], dy.device) if scales else None,
-            TensorProto(shape[-1:], DTYPES[config.bias_dtype], dy.device) if bias else None,
-            None,
-        )
+        own = (shape, dy.dtype), (shape[:-1], config.scales_dtype), (shape[-1:], config.bias_dtype)
+        return wanted_protos(dy, self.wants(config), *own)
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         dy = grads[0]
@@ -153,12 +148,8 @@ class ActivationLayer(Layer):
             ),
         )
         shape = shape_of_dx(config, tuple(dy.shape))
-        return (
-            None if of_kernel.x is None else of_kernel.x.view(shape),
-            None if of_kernel.scales is None else of_kernel.scales.view(shape[:-1]),
-            of_kernel.bias,
-            None,
-        )
+        shapes = shape, shape[:-1], shape[-1:]
+        return (*[None if t is None else t.view(own) for t, own in zip(of_kernel, shapes, strict=True)], None)
 
 
 layer = ActivationLayer(Config, Inputs, saved=Saved)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
+from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors, wanted_protos
 from octavo.values import Value, register
 
 
@@ -48,12 +48,8 @@ class AddLayer(Layer):
         return config.wants_dx, config.wants_dextra
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        x, extra = self.wants(config)
         shape = tuple(dy.shape)
-        return (
-            TensorProto(shape, dy.dtype, dy.device) if x else None,
-            TensorProto(shape, DTYPES[config.extra_dtype], dy.device) if extra else None,
-        )
+        return wanted_protos(dy, self.wants(config), (shape, dy.dtype), (shape, config.extra_dtype))
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         dy = grads[0]

@@ -164,9 +164,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shares)
         return mixed.transpose(1, 2).flatten(-2)
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("RotaryAttention", x)
         width = (self.heads + 2 * self.kv_heads) * self.head_width
         if len(x.shape) != 3 or last_dim(x) != width:

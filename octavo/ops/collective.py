@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.communication import collectives
-from octavo.communication.groups import Group, name_of, process_group, size_now
+from octavo.communication.groups import Group, name_of, process_group, size_of
 from octavo.errors import UnsupportedShape
 from octavo.ops.inputs import values_of
 from octavo.ops.operation import FusibleOperation
@@ -52,7 +52,7 @@ class _Collective(FusibleOperation, nn.Module):
             CollectiveFailed: another process has ended, or calls another collective.
         """
         x = input if isinstance(input, QTensor) and self._keeps_codes(input) else values_of(input)
-        size = size_now(self.group_name)
+        size = size_of(self.group_name)
         return x if size == 1 else self._reduced(x, size)
 
     def _keeps_codes(self, x: QTensor) -> bool:

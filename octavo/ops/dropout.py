@@ -83,9 +83,7 @@ class Dropout(FusibleOperation, Settings, nn.Module):
     def op_makes_node(self) -> bool:
         return self.training and not self._keeps_all
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Dropout", x)
         return stage_of(self._settings, x, seed=self._seed(x, kwargs.get("seed")))
 

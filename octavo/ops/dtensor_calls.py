@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from octavo._torch.tensors import is_dtensor
-from octavo.communication.groups import rank_now
+from octavo.communication.groups import rank_of
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 
@@ -99,5 +99,5 @@ def returned(layer: Any, parallel: Parallel, y: Tensor) -> Any:
         return DTensor.from_local(y, mesh, [Shard(y.ndim - 1)], run_check=False)
     bias = layer._bias_after_sum()
     if bias is not None:
-        y = _AddOnce.apply(y, bias, rank_now(parallel.group) == 0)  # type: ignore[no-untyped-call]
+        y = _AddOnce.apply(y, bias, rank_of(parallel.group) == 0)  # type: ignore[no-untyped-call]
     return DTensor.from_local(y, mesh, [Partial()], run_check=False)

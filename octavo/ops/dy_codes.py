@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.communication import collectives
-from octavo.communication.all_reduced_amaxes import WHOLE, number_of
+from octavo.communication.all_reduced_amaxes import WHOLE, number_of, scales_whole
 from octavo.communication.scattered_sum import Cast
 from octavo.ops.matmul import own_amax
 from octavo.ops.operands import DENSE
@@ -31,7 +31,7 @@ def cast_of_dy(stage: Stage, group: str, where: str, row_codes_only: bool) -> Ca
         return None
     first = pair[0]
     if row_codes_only and first is not None and first.block[0] == 1 and first.shipped and not first.is_stochastic:
-        return partial(_cast_rows, first, group, where)
+        return partial(_cast, first, (), None, group, where)
     if spec is None or spec.block != WHOLE or spec.is_stochastic or not spec.shipped or not all(takes_codes):
         return None
     if config.measures_dy or config.dy_buffers:
@@ -44,21 +44,12 @@ def cast_of_dy(stage: Stage, group: str, where: str, row_codes_only: bool) -> Ca
 def _cast(spec: Any, part: Any, running_amax: Tensor | None, group: str, where: str, dy: Tensor) -> QTensor:
     if part:
         arguments = CastArgs(inverse_scale=part[0], running_amax=running_amax)
-    else:
-        bits = own_amax(dy, spec).abs().view(torch.int32)
-        amax = number_of(collectives.largest(bits, group, where))
-        arguments = CastArgs(amax=(amax, amax))
-    q = DENSE.quantize(dy, spec, None, arguments)[0]
-    assert q is not None
-    return QTensor(q.codes, q.scale, q.spec, tuple(dy.shape), dy.dtype, q.global_scale)
-
-
-def _cast_rows(spec: Any, group: str, where: str, dy: Tensor) -> QTensor:
-    arguments = CastArgs()
-    if spec.two_level:
+    elif scales_whole(spec):
         bits = own_amax(dy, spec).abs().view(torch.int32)
         amax = number_of(collectives.largest(bits, group, where))
         arguments = CastArgs(amax=(amax, None))
+    else:
+        arguments = CastArgs()
     q = DENSE.quantize(dy, spec, None, arguments)[0]
     assert q is not None
     return QTensor(q.codes, q.scale, q.spec, tuple(dy.shape), dy.dtype, q.global_scale)

@@ -1,6 +1,7 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor, nn
 
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_inside_operator
-from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.groups import Group, name_of
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.tensor_parallel import (
@@ -42,7 +42,6 @@ from octavo.ops.split_layer import SplitLayer
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
-from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.scale_blocks import are_transposed
 from octavo.recipes import LinearQuant, Recipe
@@ -401,10 +400,7 @@ class GroupedLinear(SplitLayer):
             buffers = buffers._replace(dy_codes=None)
         own = None if parallel is not None and parallel.mode == "row" else scales  # a row layer adds its bias later
         stage = self._stage(rows, weights, splits, own, buffers, is_first_microbatch, as_nodes, codes, settings)
-        tensors = self._run_node(stage, rows, as_nodes, shape)
-        if stage.after is not None:
-            stage.after(tensors[1:])
-        y = tensors[0]
+        y = self._run_node(stage, rows, as_nodes, shape)[0]
         if parallel is not None and parallel.mode == "row":
             y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
             if not self.return_bias and (bias := self._stacked_bias()) is not None:
@@ -440,23 +436,19 @@ class GroupedLinear(SplitLayer):
             more["scales_dtype"] = DTYPE_NAMES[scales.dtype]
         if buffers.dgrad_out is not None:
             more["dgrad_out"] = True
-        all_reduced: Parts = ()
-        if parallel is not None:
-            values = None if codes.row else x
-            of_x, of_w, all_reduced = all_reduce_amaxes(
-                self, parallel, recipe, values, weight, side, grads.dw, as_nodes, splits
-            )
-            more |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
-        key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
+        key, all_reduced = self._config_key(
+            recipe, x, weight, bias, grads, side, codes, parallel, as_nodes, splits, **more
+        )
         plain = not (as_nodes or self._is_single or side.weight == "quantized")
         is_joined = plain and weight.data_ptr() == weights[0].data_ptr()
         unchanged = weights if is_joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.bypasses_autograd else weight
+        after = partial(self._wgrad.enqueue, self, key, codes.column or codes.row)
         return Stage(
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes, all_reduced),
             (*side.buffers, buffers.dgrad_out, buffers.dy_codes), any(grads), self.out_features,
             writes_in_backward=side.bypasses_autograd, unchanged=unchanged, out=buffers.out,
-            after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
+            after=after if side.deferred_wgrad == "buffers" else None, settings=settings,
         )  # fmt: skip
 
     # -- as a module -----------------------------------------------------------------------------------------------

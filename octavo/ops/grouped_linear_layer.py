@@ -22,7 +22,7 @@ from octavo.kernels import grouped_gemm
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.ops.linear_config import LinearSettings
 from octavo.ops.linear_layer import LinearLayer
-from octavo.ops.operands import PLACES, BackwardCall, Dense, Intermediates, Operand, Operands, Pair, Saved
+from octavo.ops.operands import BackwardCall, Dense, Intermediates, Operand, Operands, Pair, Saved
 from octavo.quant.casts import in_order
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
@@ -281,13 +281,6 @@ class GroupedLinearLayer(LinearLayer):
     def rows_of(self, inputs: Inputs, rows: int) -> Ragged:
         return Ragged(split(inputs.splits, rows))
 
-    def backward_call(self, config: Config, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> BackwardCall:
-        kept: Any = Saved._make(saved)
-        return BackwardCall(config, kept, buffers, writes, Ragged(Groups._make((*kept[PLACES], rows))))
-
-    def _rows_at(self, places: Parts, rows: int) -> Ragged:
-        return Ragged(Groups._make((*places, rows)))
-
     def out_place(self, config: Config) -> int:
         return Inputs._fields.index("out")
 
@@ -299,13 +292,10 @@ class GroupedLinearLayer(LinearLayer):
         overlap others, or are adjacent."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
-    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:  # type: ignore[override]
-        return super().forward(config, inputs, self.rows_of(inputs, inputs.x.shape[0]))
-
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:  # type: ignore[override]
         rows = inputs.x.shape[0]
         groups = abstract_groups(rows, inputs.weight.shape[0], inputs.x.device)
-        return super().abstract(config, inputs, self._rows_at(groups, rows))  # type: ignore[arg-type]
+        return super().abstract(config, inputs, Ragged(Groups._make((*groups, rows))))  # type: ignore[arg-type]
 
     def backward(  # type: ignore[override]
         self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None

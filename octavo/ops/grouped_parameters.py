@@ -11,8 +11,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.communication.tensor_parallel import Parallel, own_part
 from octavo.memory import joined_rows
-from octavo.runtime.transforms import refuse_active, refuse_tangents
-from octavo.weights.gradient_anchor import linked_anchor
+from octavo.weights.gradient_anchor import linked_anchor, of_parts
 from octavo.weights.quantized_weight import QuantizedWeight
 
 
@@ -52,29 +51,13 @@ def stacked(own: Sequence[Tensor]) -> Tensor:
         return own[0]
     if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
         return torch.stack(list(own))
-    try:
-        whole: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        refuse_active(error)
-        raise
-    return whole
+    return of_parts(_whole, True, own)
 
 
-class _Joined(torch.autograd.Function):
+def _whole(parts: Sequence[Tensor]) -> Tensor:
     """Stack parameters of one shape; without a copy where they are adjacent in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        whole = joined(parts)
-        return torch.stack(parts) if whole is None else whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_tangents()
+    whole = joined(parts)
+    return torch.stack(list(parts)) if whole is None else whole
 
 
 def joined(parts: Any) -> Tensor | None:

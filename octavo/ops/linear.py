@@ -6,6 +6,7 @@ the state of the recipe. `forward` gathers both and calls `octavo.ops.linear_lay
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from octavo._torch.tensors import is_dtensor, is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.communication import collectives, shared_rows
-from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.scattered_sum import Cast
@@ -38,7 +38,6 @@ from octavo.ops.inputs import autocast_input, check_features, check_input, check
 from octavo.ops.linear_layer import layer
 from octavo.ops.operands import NO_X_CODES, XCodes
 from octavo.ops.operation import has_shape
-from octavo.ops.published_codes import refuse_codes
 from octavo.ops.quantized import outside, wanted
 from octavo.ops.split_layer import SplitLayer
 from octavo.quant import QTensor
@@ -261,8 +260,6 @@ class Linear(SplitLayer, nn.Linear):
     def _run_stage(self, stage: Stage, x: Any, fp8_output: bool, as_nodes: bool) -> Any:
         """Return y of one call of the layer's node."""
         tensors = self._run_node(stage, x.anchor if type(x) is QTensor else x, as_nodes)
-        if stage.after is not None:
-            stage.after(tensors[1:])
         y = tensors[0]
         if type(x) is QTensor and x.anchor is None and len(x.shape) != 2:
             y = y.view(*x.shape[:-1], y.shape[-1])
@@ -294,22 +291,16 @@ class Linear(SplitLayer, nn.Linear):
         grads = wanted(x.requires_grad, (weight,), bias)
         side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
         more: dict[str, Any] = {"quantize_output": True} if fp8_output else {}
-        all_reduced: Parts = ()
-        if parallel is not None:
-            values = None if codes.row else x
-            of_x, of_w, all_reduced = all_reduce_amaxes(
-                self, parallel, recipe, values, weight, side, grads.dw, as_nodes
-            )
-            more |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
-        key = self._config_key(recipe, x, weight, bias, grads, side, codes, **more)
+        key, all_reduced = self._config_key(recipe, x, weight, bias, grads, side, codes, parallel, as_nodes, **more)
         width = weight.shape[0]
         weight = linked_anchor((weight,)) if side.weight == "quantized" else weight
         weight = weight.detach() if side.bypasses_autograd else weight
+        after = partial(self._wgrad.enqueue, self, key, codes.column or codes.row)
         return Stage(
             self.NAME, key,
             (weight, bias, codes.row, *side.inputs, codes.column, all_reduced),
             side.buffers, any(grads), width, writes_in_backward=side.bypasses_autograd,
-            after=self._after(key, codes.column or codes.row) if side.has_auxiliary else None, settings=settings,
+            after=after if side.deferred_wgrad == "buffers" else None, settings=settings,
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], anchor: Tensor) -> QTensor:
@@ -465,10 +456,6 @@ class Linear(SplitLayer, nn.Linear):
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, parallel)
 
     # -- as a module -----------------------------------------------------------------------------------------------
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        refuse_codes(self, ["weight"], state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, {self._repr_of_recipe()}{self._repr_of_weight()}"

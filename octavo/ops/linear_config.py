@@ -87,6 +87,10 @@ class LinearSettings(Value):
     dgrad_out = False
     scales_dy_alone = False
     group_tensors = 0  # intermediates after x's that say where groups are
+    # whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure
+    keeps_x_amax = False
+    keeps_w_amax = False  # the same of w's amax. One that is all-reduced is an input, and backward needs no other
+    keeps_width = True  # whether K must be kept separately, as the shape of an empty tensor
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -156,21 +160,6 @@ class LinearSettings(Value):
     def made_w(self) -> str:
         """The orientation of w's codes that forward makes for backward: "" or "row", "column"."""
         return "" if of_orientation(self.kept_w, self.w_pair) is None else self.kept_w
-
-    @cached_property
-    def keeps_x_amax(self) -> bool:
-        """Whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure."""
-        return False
-
-    @cached_property
-    def keeps_w_amax(self) -> bool:
-        """The same of w's amax. One that is all-reduced is an input, and backward needs no other."""
-        return False
-
-    @cached_property
-    def keeps_width(self) -> bool:
-        """Whether K must be kept separately, as the shape of an empty tensor."""
-        return True
 
     # -- quantizers of both orientations, None for one that is not made ------------------------------------------------
 
@@ -291,13 +280,13 @@ class Config(LinearSettings):
         return self.quant.wgrad.mode
 
     @cached_property
-    def keeps_x_amax(self) -> bool:
+    def keeps_x_amax(self) -> bool:  # type: ignore[override]
         if self.x_columns != "backward" or not self.casts_x or not self.wants_dw or self.kept_x:
             return False
         return not self.x_all_reduced and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
 
     @cached_property
-    def keeps_w_amax(self) -> bool:
+    def keeps_w_amax(self) -> bool:  # type: ignore[override]
         if self.kept_w != "again" or self.w_all_reduced:
             return False
         return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
@@ -308,7 +297,7 @@ class Config(LinearSettings):
         return not self.recipe.stateful and isinstance(row, Tensorwise) and row == column
 
     @cached_property
-    def keeps_width(self) -> bool:
+    def keeps_width(self) -> bool:  # type: ignore[override]
         """Whether K must be kept separately: packed row codes do not tell their number of columns, and there may be no
         saved operand at all."""
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1

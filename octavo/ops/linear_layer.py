@@ -30,10 +30,11 @@ from octavo.ops.matmul import (
     weight_values,
     x_operand,
 )
-from octavo.ops.operands import DENSE, WHOLE, BackwardCall, Dense, Intermediates, Operands, Pair, Saved
+from octavo.ops.operands import DENSE, PLACES, WHOLE, BackwardCall, Dense, Intermediates, Operands, Pair, Saved
+from octavo.quant.groups import Groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto
-from octavo.runtime.contract import DTYPES, Deferral, ForwardResult, Tensors, WeightCast, WeightLayer
+from octavo.runtime.contract import Deferral, ForwardResult, Layer, Tensors, WeightCast, wanted_protos
 from octavo.runtime.gradient_targets import LazyTarget, OperandQueue, Target, Writes
 from octavo.scaling.delayed_scaling import RunningAmaxes, W, X, cast_args
 
@@ -60,11 +61,12 @@ class Buffers(NamedTuple):
     queue: OperandQueue | None = None
 
 
-class LinearLayer(WeightLayer):
-    """Compute x · wᵀ + bias. The rows of x are dense unless a subclass passes others."""
+class LinearLayer(Layer):
+    """Compute x · wᵀ + bias. The rows of x are dense unless a subclass passes others. The weight may arrive as codes,
+    and dw may be computed later."""
 
     scales = ("x_scale", "w_scale")
-    kind: ClassVar[type[Dense]] = Dense
+    kind: ClassVar[Any] = Dense
 
     def rows_of(self, inputs: Any, rows: int) -> Dense:
         """Return how this many rows of x lie."""
@@ -72,11 +74,14 @@ class LinearLayer(WeightLayer):
 
     def backward_call(self, config: Any, saved: Any, buffers: Any, writes: Writes | None, rows: int) -> BackwardCall:
         """Return a call of backward for dy with that many rows."""
-        return BackwardCall(config, Saved._make(saved), buffers, writes, DENSE)
+        kept: Any = Saved._make(saved)
+        own = DENSE if kept.start is None else self.kind(Groups._make((*kept[PLACES], rows)))
+        return BackwardCall(config, kept, buffers, writes, own)
 
     # -- the four that every layer defines
 
-    def forward(self, config: Any, inputs: Any, rows: Dense = DENSE) -> ForwardResult:
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
+        rows = DENSE if self.kind is Dense else self.rows_of(inputs, inputs.x.shape[0])
         amaxes, x_amax = RunningAmaxes(*inputs.running_amaxes), None
         if config.x == "codes":
             return forward_from(config, inputs, (rows.given_x(config, inputs), None), rows, amaxes)
@@ -171,21 +176,16 @@ class LinearLayer(WeightLayer):
         kept = Saved._make(saved)
         lead = () if kept.start is None else (kept.start.shape[0] - 1,)
         n, k = dy.shape[-1], _width(config, kept)
-
-        def proto(wanted: bool, shape: tuple[int, ...], dtype: str) -> TensorProto | None:
-            return TensorProto(shape, DTYPES[dtype], dy.device) if wanted else None
-
-        returns_dx = config.wants_dx and not config.dgrad_out
-        return self.gradients(
-            TensorProto((*dy.shape[:-1], k), dy.dtype, dy.device) if returns_dx else None,
-            proto(config.returns_dw, (*lead, n, k), config.weight_dtype),
-            proto(config.wants_db, (*lead, n), config.bias_dtype),
-            proto(config.wants_ds, dy.shape[:1], config.scales_dtype),
-        )
+        wants = config.wants_dx and not config.dgrad_out, config.returns_dw, config.wants_db, config.wants_ds
+        own = (((*dy.shape[:-1], k), dy.dtype), ((*lead, n, k), config.weight_dtype), ((*lead, n), config.bias_dtype),
+               (dy.shape[:1], config.scales_dtype))  # fmt: skip
+        return self.gradients(*wanted_protos(dy, wants, *own))
 
     # -- weights, and a dw that is computed later
 
     def abstract_weight(self, config: Any, weight: Any) -> tuple[QProto | None, QProto | None]:
+        """Return row and column codes of a weight, without data; None for an orientation that the recipe does not
+        use."""
         row, column = config.quant.fprop.right, config.quant.dgrad.right
         return (
             None if row is None else self.kind.weight_proto(row, "row", weight),
@@ -193,12 +193,16 @@ class LinearLayer(WeightLayer):
         )
 
     def weight_codes(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """Return the QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in
+        it."""
         return self.kind.weight_codes(config.quant.fprop.right, row, shape, dtype)
 
     def weight_values(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the weight that row codes stand for."""
         return weight_values(config, self.kind, row, shape, dtype)
 
     def refresh(self, config: Any, cast: WeightCast) -> None:
+        """Overwrite cached codes of a weight."""
         pair = config.quant.fprop.right, config.quant.dgrad.right
         matrix, rows = self.kind.of_weight(cast.weight)
         n, k = cast.weight.shape[-2:]
@@ -219,21 +223,21 @@ class LinearLayer(WeightLayer):
         rows.fill(matrix, (row, column), arguments._replace(skip=cast.skip))
 
     def deferred_operands(self, config: Any, tensors: Parts, x: Parts, weight: Tensor) -> Operands:
+        """Return the operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x
+        is given where the graph made no codes of it."""
         end = len(tensors) - config.group_tensors
         buffers, codes = tensors[: config.dy_buffers], tensors[config.dy_buffers : end] or x
         tokens, n, k = math.prod(buffers[-1].shape[:-1]), *weight.shape[-2:]
-        rows = self._rows_at(tensors[end:], tokens)
+        rows = self.kind(Groups._make((*tensors[end:], tokens))) if config.group_tensors else DENSE
         dy = rows.wgrad_operand(buffers[0]) if len(buffers) == 1 else dy_columns(config, rows, buffers, n)
         right = x_operand(config, rows, _three(codes), k, tokens, config.y_dtype)
         return Operands(dy, right, rows, tuple(weight.shape))
 
-    def _rows_at(self, places: Parts, rows: int) -> Dense:
-        """Return rows with the groups at these places."""
-        return DENSE
-
     def weight_gradient(
         self, config: Any, operands: Any, target: WeightTarget, writes: Writes | None = None
     ) -> Tensor | None:
+        """Compute dw from its operands. With a target, the layer writes dw there, and returns None or zeros in its
+        place."""
         return weight_gradient(config, Operands._make(operands), target, writes)
 
     # -- what the driver asks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.communication import collectives
-from octavo.communication.groups import Group, name_of, size_now
+from octavo.communication.groups import Group, name_of, size_of
 from octavo.communication.rank_checks import check_parameters
 from octavo.errors import (
     UnsupportedConfig,
@@ -91,34 +91,28 @@ class _Norm(FusibleOperation, Settings, nn.Module):
         """
         return self.op_run(values_of(input))
 
-    def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[bool, str]:
-        """Return whether the call needs a gradient, and the config's key."""
-        dx, dw, db = wanted_gradients(needs_dx, weight, bias)
-        return dx or dw or db, (
-            f"{self._settings}weight_dtype='{'' if weight is None else DTYPE_NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',"
-            f"wants_dx={dx},wants_dw={dw},wants_db={db})"
-        )
-
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.kind == cls.KIND
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input(type(self).__name__, x, owner=self)
         weight, bias = self.weight, self.bias
         if has_shape(x):
             self._check_fits(x, weight, bias)
         group = self.shared_by
-        if group is not None and size_now(group) > 1:
+        if group is not None and size_of(group) > 1:
             check_parameters(self, group, x, (weight, bias))
             if self.sums_gradients:
                 name = type(self).__name__
                 weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
-        needs, key = self._said(x.requires_grad, weight, bias)
-        return Stage("norm", key, (weight, bias), (), needs)
+        dx, dw, db = wanted_gradients(x.requires_grad, weight, bias)
+        key = (
+            f"{self._settings}weight_dtype='{'' if weight is None else DTYPE_NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',"
+            f"wants_dx={dx},wants_dw={dw},wants_db={db})"
+        )
+        return Stage("norm", key, (weight, bias), (), dx or dw or db)
 
     def _call_lookup(self, needs_dx: bool, extra_inputs: tuple[Any, ...]) -> Lookup | None:
         if self.shared_by is not None:

@@ -17,7 +17,7 @@ from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
 from octavo.ops.activation_layer import vector as vector
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
+from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors, wanted_protos
 from octavo.values import Value, register
 
 KINDS = ("layer", "rms", "l2")
@@ -101,14 +101,10 @@ class NormLayer(Layer):
         return Saved(inputs.x if config.keeps else None, weight, *made.intermediates)
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
-        x, weight, bias = self.wants(config)
         shape = tuple(dy.shape)
         row = shape[len(shape) - config.dims :]
-        return (
-            TensorProto(shape, dy.dtype, dy.device) if x else None,
-            TensorProto(row, DTYPES[config.weight_dtype], dy.device) if weight else None,
-            TensorProto(row, DTYPES[config.bias_dtype], dy.device) if bias else None,
-        )
+        own = (shape, dy.dtype), (row, config.weight_dtype), (row, config.bias_dtype)
+        return wanted_protos(dy, self.wants(config), *own)
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         return gradients(config, saved, grads[0])
@@ -137,8 +133,5 @@ def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor |
         added=None if added is None else matrix(config, added).contiguous(),
     )
     row = dy.shape[dy.dim() - config.dims :]
-    return (
-        None if of_kernel.x is None else of_kernel.x.view(dy.shape),
-        None if of_kernel.weight is None else of_kernel.weight.view(row),
-        None if of_kernel.bias is None else of_kernel.bias.view(row),
-    )
+    shapes = dy.shape, row, row
+    return tuple([None if t is None else t.view(own) for t, own in zip(of_kernel, shapes, strict=True)])

@@ -16,10 +16,12 @@ from octavo._torch.fakes import runs_on_shapes
 from octavo._torch.modules import note_full_sharding
 from octavo._torch.tensors import is_dtensor
 from octavo._torch.tracing import Untraced
+from octavo.communication.amax_reduction import all_reduce_amaxes
 from octavo.communication.tensor_parallel import Parallel
 from octavo.errors import UnsupportedConfig
 from octavo.ops.linear_config import call_key
 from octavo.ops.operands import XCodes
+from octavo.ops.published_codes import refuse_codes
 from octavo.ops.recipe_state import OVERWRITE_FIRST, RecipeState
 from octavo.ops.recipe_state import UNQUANTIZED as UNQUANTIZED
 from octavo.ops.recipe_state import unsupported_dtype_reason as unsupported_dtype_reason
@@ -43,9 +45,6 @@ from octavo.weights.unsupported_wgrad import refuse_shards, unsupported_in_graph
 DY_AMAX = BUFFER_NAMES["backward"]["running_amax"]  # the buffer in which backward observes dy
 
 
-NONE_WANTED = WantedGradients()
-
-
 class WeightSide(NamedTuple):
     """The weight's part in one call of a layer."""
 
@@ -58,7 +57,6 @@ class WeightSide(NamedTuple):
     inputs: tuple[Parts, ...]  # its codes by row and by column, delayed scaling's inverse scales, running amaxes
     buffers: tuple[Any, ...]  # the buffers that backward writes to
     bypasses_autograd: bool  # its gradient does not go through autograd
-    has_auxiliary: bool  # the call returns tensors for the layer besides y
 
 
 class Quantized(RecipeState):
@@ -157,11 +155,6 @@ class Quantized(RecipeState):
         """Return the name of this layer for collectives. A graph gets that of the class: it would be another graph for
         each path."""
         return type(self).__name__ if torch.compiler.is_compiling() else self.op_describe()
-
-    def _all_reduced_weight_amaxes(self, recipe: Recipe, as_nodes: bool) -> Parts:
-        """Return the all-reduced amaxes of the weight, by row and by column,
-        for a cast into the cache; none if the scales follow from this process's weight."""
-        return ()
 
     def _gemm_route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         """Return how the device multiplies operands of these quantizers: "native", "emulated" or "reference"."""
@@ -274,7 +267,10 @@ class Quantized(RecipeState):
         self, stage: Stage, x: Tensor | None, as_nodes: bool, shape: tuple[int, ...] | None = None
     ) -> Sequence[Tensor]:
         """Run the layer's node, inside of all collectives. Return y, then auxiliary outputs."""
-        return call(stage, x, as_nodes, self, shape)
+        made = call(stage, x, as_nodes, self, shape)
+        if stage.after is not None:
+            stage.after(made[1:])
+        return made
 
     def _weight_side(
         self, recipe: Recipe, weights: Sequence[Tensor], grads: WantedGradients, first: bool | Tensor | None,
@@ -293,8 +289,14 @@ class Quantized(RecipeState):
         main_grad, dummy, delay = "", False, ""
         if grads.dw and not dry and self.fuse_wgrad_accumulation:
             main_grad, dummy = self._wgrad.main_grad(self)
-            if self.fuse_wgrad_accumulation == OVERWRITE_FIRST and self._is_first(first):
-                main_grad = "overwrite"
+            if self.fuse_wgrad_accumulation == OVERWRITE_FIRST:
+                if isinstance(first, Tensor):
+                    raise UnsupportedConfig(
+                        f"{self.op_describe()}: fuse_wgrad_accumulation={OVERWRITE_FIRST!r} decides on the host if dw "
+                        "replaces main_grad, and is_first_microbatch is a tensor. Pass a bool, or zero main_grad and "
+                        "write True."
+                    )
+                main_grad = "overwrite" if first is True else main_grad
         if grads.dw and not dry and self.delay_wgrad_compute:
             self._refuse_parametrized("delay_wgrad_compute=True")
             # a graph's forward leaves operands before any backward, and one in eval mode may never have one
@@ -306,17 +308,7 @@ class Quantized(RecipeState):
             self._written(any(grads), observe, main_grad, delay, as_nodes),
             # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
-            delay == "buffers",
         )  # fmt: skip
-
-    def _is_first(self, first: bool | Tensor | None) -> bool:
-        """Return whether a call says that it is of the first microbatch."""
-        if isinstance(first, Tensor):
-            raise UnsupportedConfig(
-                f"{self.op_describe()}: fuse_wgrad_accumulation={OVERWRITE_FIRST!r} decides on the host if dw replaces "
-                "main_grad, and is_first_microbatch is a tensor. Pass a bool, or zero main_grad and write True."
-            )
-        return first is True
 
     def _written(self, needs: bool, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """Return the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the queue."""
@@ -331,9 +323,15 @@ class Quantized(RecipeState):
 
     def _config_key(
         self, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None, grads: WantedGradients, side: WeightSide,
-        codes: XCodes, **settings: Any,
-    ) -> str:  # fmt: skip
-        """Return the string of a call's config."""
+        codes: XCodes, parallel: Parallel | None, as_nodes: bool, splits: Tensor | None = None, **settings: Any,
+    ) -> tuple[str, Parts]:  # fmt: skip
+        """Return the string of a call's config, and the amaxes on which the ranks have agreed for it."""
+        all_reduced: Parts = ()
+        if parallel is not None:
+            of_x, of_w, all_reduced = all_reduce_amaxes(
+                self, parallel, recipe, None if codes.row else x, weight, side, grads.dw, as_nodes, splits
+            )
+            settings |= {"x_all_reduced": of_x, "w_all_reduced": of_w}
         settings |= {
             "weight": side.weight, "observe": side.observe, "main_grad": side.main_grad, "dummy_grad": side.dummy_grad,
             "deferred_wgrad": side.deferred_wgrad, "wants_dx": grads.dx, "wants_dw": grads.dw, "wants_db": grads.db,
@@ -354,17 +352,8 @@ class Quantized(RecipeState):
         if codes.row:
             settings |= {"x": "codes", "x_has_columns": len(codes.column) > 0}
         if torch.compiler.is_compiling():
-            return call_key(self.NAME, recipe, **settings)
-        return _cached_key(self.NAME, recipe.key, **settings)
-
-    def _after(self, key: str, codes: Parts) -> Any:
-        """Return the function that takes a call's auxiliary outputs: it stores operands for a deferred dw. `codes` are
-        x's, as the caller passed them."""
-
-        def after(auxiliary: Sequence[Tensor]) -> None:
-            self._wgrad.enqueue(self, key, auxiliary, codes)
-
-        return after
+            return call_key(self.NAME, recipe, **settings), all_reduced
+        return _cached_key(self.NAME, recipe.key, **settings), all_reduced
 
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 
@@ -450,6 +439,7 @@ class Quantized(RecipeState):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Load a state dict; values of a quantized weight are quantized."""
+        refuse_codes(self, self._names_of_weights(), state_dict, prefix)
         keys = [prefix + name for name in self._names_of_weights()]
         loaded, own = [state_dict.get(key) for key in keys], self._weight_parts()
         fits = all([part is not None and part.shape == p.shape for part, p in zip(loaded, own, strict=True)])
@@ -485,7 +475,7 @@ outside = Untraced(_forward_outside, "octavo: this layer cannot be part of a gra
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> WantedGradients:
     """Return the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
-        return NONE_WANTED
+        return WantedGradients()
     return WantedGradients(
         x, any([weight.requires_grad for weight in weights]), bias is not None and bias.requires_grad,
         scales is not None and scales.requires_grad,

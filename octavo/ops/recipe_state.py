@@ -25,7 +25,7 @@ from octavo.ops.rounding_seed import SEED, seed_of
 from octavo.ops.schedule import STEP, RecipeSchedule
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
-from octavo.recipes.ambient import ambient, quantized_init
+from octavo.recipes.ambient import ambient
 from octavo.scaling import delayed_scaling as scaling
 from octavo.scaling.saved_state import ROUNDING
 from octavo.weights import optimizer_hooks
@@ -118,16 +118,11 @@ class RecipeState(FusibleOperation, nn.Module):
         self._unplaced = True
         self._seed = seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
-        if ambient.init is not None:
-            self._init_codes(ambient.init)
-
-    def _init_codes(self, block: quantized_init) -> None:
-        """Keep only codes of the weight that a constructor has initialised."""
-        if self._recipe is None:
-            self.recipe = block.recipe  # type: ignore[assignment]
-        if self._recipe is None or self._recipe.linear().fprop.right is None:
-            return  # the layer's own recipe quantizes no weight
-        self._replace_weight_by_codes(True, block.keep_columns, block.preserve_high_precision)
+        if (block := ambient.init) is not None:  # keep only codes of the weight that a constructor has initialised
+            if self._recipe is None:
+                self.recipe = block.recipe  # type: ignore[assignment]
+            if self._recipe is not None and self._recipe.linear().fprop.right is not None:
+                self._replace_weight_by_codes(True, block.keep_columns, block.preserve_high_precision)
 
     def _tear_down(self) -> None:
         """Undo `_set_up`: remove all attributes and buffers that a plain module does not have."""
@@ -265,8 +260,8 @@ class RecipeState(FusibleOperation, nn.Module):
         rounding_seed.follow_replica(self)
         self._unplaced = self._on_meta
         device = self._place()
-        stay = [t.is_meta or _is_fake(t) or t.device == device for t in self._hidden.buffers()]
-        if all(stay) or device.type == "meta" or any(map(_is_fake, self.parameters())):
+        stay = [t.is_meta or isinstance(t, FakeTensor) or t.device == device for t in self._hidden.buffers()]
+        if all(stay) or device.type == "meta" or any([isinstance(p, FakeTensor) for p in self.parameters()]):
             return
         self._codes.drop(self)
         self._scaling.forget_views()
@@ -311,7 +306,7 @@ class RecipeState(FusibleOperation, nn.Module):
         rest = dict(state)
         if self._schedule is not None and STEP in rest:
             found = rest.pop(STEP)
-            self._schedule.step = self._schedule.step if _is_fake(found) else int(found)
+            self._schedule.step = self._schedule.step if isinstance(found, FakeTensor) else int(found)
         if self._on_meta:
             return rest
         count = len(rest)
@@ -397,7 +392,3 @@ class RecipeState(FusibleOperation, nn.Module):
         if not self._warned:
             self._warned = True
             warn(f"Running outside the graph. {why}", stacklevel=3)
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)

@@ -18,7 +18,7 @@ from octavo.kernels.permute import Assignments
 from octavo.ops.activation_layer import matrix
 from octavo.ops.permute_layer import flat
 from octavo.quant.proto import TensorProto
-from octavo.runtime.contract import ForwardResult, Layer, Tensors
+from octavo.runtime.contract import ForwardResult, Layer, Tensors, wanted_protos
 from octavo.values import Value, register
 
 
@@ -72,14 +72,11 @@ class UnpermuteLayer(Layer):
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         _, _, assignments, probs, _ = saved
-        rows, _, _, wants_probs, _ = self.wants(config)
-        return (
-            TensorProto((assignments.shape[0], dy.shape[-1]), dy.dtype, dy.device) if rows else None,
-            None,
-            None,
-            TensorProto(tuple(probs.shape), probs.dtype, dy.device) if wants_probs else None,
-            None,
-        )
+        if assignments is None:
+            return (None,) * len(Inputs._fields)
+        rows, none = ((assignments.shape[0], dy.shape[-1]), dy.dtype), ((), None)
+        own = none if probs is None else (tuple(probs.shape), probs.dtype)
+        return wanted_protos(dy, self.wants(config), rows, none, none, own)
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         dy, kept = grads[0], Saved._make(saved)

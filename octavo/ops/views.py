@@ -181,9 +181,7 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
     def op_makes_node(self) -> bool:
         return not self.in_place
 
-    def op_stage(
-        self, x: Tensor | Edge, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool
-    ) -> Stage:
+    def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         extra = values_of(extra_inputs[0])
         self._check(x, extra)
         dx, dextra = wanted_gradients(x.requires_grad, extra)

@@ -214,7 +214,8 @@ def _is_recordable(place: _Place) -> bool:
     device, kind, number = place
     if kind not in DEVICES or dispatch_depth():
         return False
-    if function_depth() and _functions_are_watched():
+    # a mode that watches functions, other than a default device
+    if function_depth() and any([type(function_mode(i)) is not DeviceContext for i in range(function_depth())]):
         return False
     if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         return False  # torch fills allocations with NaN there
@@ -227,12 +228,6 @@ def _is_recordable(place: _Place) -> bool:
     return (
         backend.forced() not in ("reference", "emulated", "checked") and backend.unsupported_by_triton(device) is None
     )
-
-
-def _functions_are_watched() -> bool:
-    """Return whether a mode watches functions, other than a default device."""
-    modes = range(function_depth())
-    return any([type(function_mode(i)) is not DeviceContext for i in modes])
 
 
 def forget() -> None:

@@ -196,7 +196,9 @@ class ChainLayer(Layer):
         a stage of an outer chain, which passes `writes`, until all stages of that chain are. Each step gets the
         chain's own references to what its stages saved, so that it can free that early."""
         outer, writes = writes, Writes() if writes is None else writes
-        found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
+        found, g = _no_gradients(config), grads[0]
+        spans = zip(config.layers, config.buffer_spans, strict=True)
+        stage_buffers = [layer.Buffers._make(buffers[span]) for layer, span in spans]
         parts = [tuple(saved[span]) for span in config.saved_spans]
         if isinstance(saved, list):  # otherwise the caller would keep what a step frees
             saved.clear()
@@ -221,12 +223,8 @@ class ChainLayer(Layer):
         return returned
 
     def flops(self, config: Config, inputs: Sequence[Any]) -> int:
-        stages, x, total = stage_inputs(config, inputs), inputs[0], 0
-        for i, (layer, stage) in enumerate(config.pairs):
-            with_x = stages[i]._replace(x=x)
-            total += layer.flops(stage, with_x)
-            x = layer.abstract(stage, with_x).outputs[0]
-        return total
+        stages, _ = abstract_stages(config, inputs)
+        return sum(layer.flops(stage, own) for (layer, stage), own in zip(config.pairs, stages, strict=True))
 
     def gradient_flops(self, config: Config, saved: Any, *grads: Any) -> int:
         found, total = _no_gradients(config), 0
@@ -425,11 +423,3 @@ def _side_terms(config: Config, grads: Sequence[Any], stage: int, found: list[tu
         [from_outside.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
         for k in range(config.side_counts[stage])
     ]
-
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
-
-
-def _stage_buffers(config: Config, buffers: Sequence[Any]) -> list[Any]:
-    spans = config.buffer_spans
-    return [layer.Buffers._make(buffers[span]) for layer, span in zip(config.layers, spans, strict=True)]

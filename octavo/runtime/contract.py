@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo import values
+from octavo.quant.proto import TensorProto
 from octavo.runtime.gradient_targets import Writes
 
 C = TypeVar("C")
@@ -206,38 +207,6 @@ class WeightCast(NamedTuple):
     all_reduced: Sequence[Tensor] = ()  # the weight's amaxes by row and by column, where they are all-reduced
 
 
-class WeightLayer(Layer):
-    """A layer with a weight that recipes quantize: the weight may arrive as codes, and dw may be computed later."""
-
-    def abstract_weight(self, config: Any, weight: Any) -> tuple[Any, Any]:
-        """Return row and column codes of a weight, without data; None for an orientation that the recipe does not
-        use."""
-        raise NotImplementedError
-
-    def weight_codes(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Return the QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in
-        it."""
-        raise NotImplementedError
-
-    def weight_values(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the weight that row codes stand for."""
-        raise NotImplementedError
-
-    def refresh(self, config: Any, cast: WeightCast) -> None:
-        """Overwrite cached codes of a weight."""
-        raise NotImplementedError
-
-    def deferred_operands(self, config: Any, tensors: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
-        """Return the operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x
-        is given where the graph made no codes of it."""
-        raise NotImplementedError
-
-    def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
-        """Compute dw from its operands. With a target, the layer writes dw there, and returns None or zeros in its
-        place."""
-        raise NotImplementedError
-
-
 class FusedStep(Protocol):
     """Run several stages of a chain at once: forward, backward or both. Where a function is None, each stage runs its
     own. The functions are those of a layer, with a list in place of each argument. A
@@ -285,6 +254,17 @@ def _reader(kind: type[C]) -> Callable[[str], C]:
         return parsed
 
     return config
+
+
+def wanted_protos(
+    dy: Any, wants: Sequence[bool], *found: tuple[tuple[int, ...], Any]
+) -> tuple[TensorProto | None, ...]:
+    """Describe the gradients that are wanted, of the device of dy, each by its shape and its dtype or the name of it;
+    None for the others."""
+    return tuple([
+        TensorProto(found[i][0], DTYPES.get(found[i][1], found[i][1]), dy.device) if want else None
+        for i, want in enumerate(wants)
+    ])  # fmt: skip
 
 
 # -- named fields as a flat list of tensors, and back: the way a node of a graph and a recorded call take them ---------

@@ -253,7 +253,11 @@ def _backward(ctx: Any, buffers: Sequence[Any], *grads: Tensor | None) -> Tensor
         hit_key, hit, tensors = _found(prepared, marks, saved, buffers, dys)
         if hit is not None:
             saved.clear()
-            return _replayed(hit.replay, tensors, buffers)
+            # a graph of the same layer may be in flight, and have saved the same buffers
+            mutated = tuple([t for t in buffers if t is not None]) if hit.replay.mutates else ()  # type: ignore[attr-defined]
+            with preserve_version_counter(mutated) if mutated else nullcontext():
+                replayed: Tensors = hit.replay(tensors)[1]
+            return replayed
         del tensors
     if any([g is not None and is_batched(g) for g in dys]):
         refuse_batched()
@@ -281,15 +285,6 @@ def _backward_of_codes(
         fields, own = _taken(packing(marks), saved), layer.Buffers._make(buffers)
         pair = codes, codes.transpose() if prepared.config.wants_dw else None
         gradients: Tensors = layer.backward(prepared.config, fields, own, dys, codes=pair)
-    return gradients
-
-
-def _replayed(replay: Any, tensors: list[Any], buffers: Sequence[Any]) -> Tensors:
-    """Replay a backward that writes to no target."""
-    # a graph of the same layer may be in flight, and have saved the same buffers
-    written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
-    with preserve_version_counter(written) if written else nullcontext():
-        gradients: Tensors = replay(tensors)[1]
     return gradients
 
 

@@ -143,7 +143,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         explain_modified(error, title_of(None, parsed.layer), ctx.call)
         raise
     # a node's tensors are fixed when it is traced: an output without a gradient counts as zero
-    dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
+    given = zip(ctx.outputs, grads, strict=False)
+    dys = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g for p, g in given]
     made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
     results, copies = iter(made), iter(made[len(made) - len(parsed.gradient_buffers) :])
     places = parsed.presence.starts  # of each input among the tensors
@@ -155,10 +156,6 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     for i, other in parsed.passed.items():
         found[places[i]] = found[places[other]] if other >= 0 else dys[-1 - other]
     return found, None
-
-
-def _zeros(p: TensorProto) -> Tensor:
-    return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
 
 
 def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:

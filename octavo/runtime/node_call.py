@@ -78,31 +78,33 @@ class NodeCall:
         """Run backward, as it is written, on the tensors of `octavo::run_bwd`. The list is emptied, so that the layer
         can free what was saved."""
         # taken before the list is emptied
-        (saved, dys), buffers = self.split(tensors, mask), self.buffers_of(tensors)
+        saved, dys = self.split(tensors, mask)
+        own = self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
         copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
         tensors.clear()
-        found = self.returned(self.layer.backward(self.config, saved, buffers, dys))
+        found = self.returned(self.layer.backward(self.config, saved, own, dys))
         return [*found, *[t.clone() for t in copied]]
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
         """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
         if self.writes:
             if moves_saved_tensors():
-                self.leave_in_place(tensors)
-            refuse_recomputation(self)
+                # hooks would hand backward copies of the buffers; tensors that forward makes are theirs in any case
+                if self.fills:
+                    raise UnsupportedConfig(
+                        "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with delay_wgrad_compute=True: "
+                        "backward would leave the operands of dw in a copy. Leave one of the two out, or run the layer "
+                        "in eager mode, where both work."
+                    )
+                leave_in_place(tensors[self.count : self.count + self.written])
+            if self.fills and saved_tensors_hooks(True):
+                raise UnsupportedConfig(
+                    "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward "
+                    "that runs again would take the operands of dw. Leave one of the two out, or run the layer in "
+                    "eager mode."
+                )
             for at in self.gradient_buffers.values():
                 refuse_overlap(tensors[self.count + at], tensors[: self.count])
-
-    def leave_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Keep hooks on saved tensors away from the buffers, to which they would hand backward copies. Tensors that
-        forward makes and backward fills are no buffers."""
-        if self.fills:
-            raise UnsupportedConfig(
-                "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with delay_wgrad_compute=True: backward "
-                "would leave the operands of dw in a copy. Leave one of the two out, or run the layer in eager mode, "
-                "where both work."
-            )
-        leave_in_place(tensors[self.count : self.count + self.written])
 
     def begin_writes(self, tensors: Sequence[Tensor]) -> None:
         """Note that this backward writes gradients to buffers of the caller's."""
@@ -147,10 +149,6 @@ class NodeCall:
         """Return the gradients that backward's node returns: none that is another's, or lies in a buffer."""
         return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
 
-    def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the layer's buffers, from the head of the list."""
-        return self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
-
     @cached_property
     def no_buffers(self) -> Any:
         return self.layer.graph_buffers(self.config, *self.buffers.unpack(()))
@@ -180,12 +178,3 @@ def fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
     return crossing(parsed.layer.flat_places(parsed.config), made)
-
-
-def refuse_recomputation(parsed: NodeCall) -> None:
-    """Refuse to run forward again where it makes tensors that backward fills: they would be lost."""
-    if parsed.fills and saved_tensors_hooks(True):
-        raise UnsupportedConfig(
-            "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "
-            "again would take the operands of dw. Leave one of the two out, or run the layer in eager mode."
-        )

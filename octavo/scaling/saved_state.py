@@ -21,13 +21,10 @@ def check_state(state: Mapping[str, object], slots: int, path: str = "") -> None
         kept = {name: state[prefix + name] for name in KEPT if prefix + name in state}
         check_kept(kept, OPERANDS[direction] * slots, where + prefix)
     if ROUNDING in state:
-        _check_seed(state[ROUNDING], where + ROUNDING)
-
-
-def _check_seed(seed: object, name: str) -> None:
-    if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:
-        raise UnsupportedShape(f"{name} is an int64 tensor [seed, step], got {seed!r}.")
-    if seed.is_meta:
-        raise UnsupportedDevice(f"{name} is on the meta device, and has no values. Load it from a file.")
-    if not isinstance(seed, FakeTensor) and seed[1] < 0:
-        raise UnsupportedConfig(f"{name} is [seed, step] with a step from 0 up, got {seed.tolist()}.")
+        seed, name = state[ROUNDING], where + ROUNDING
+        if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:
+            raise UnsupportedShape(f"{name} is an int64 tensor [seed, step], got {seed!r}.")
+        if seed.is_meta:
+            raise UnsupportedDevice(f"{name} is on the meta device, and has no values. Load it from a file.")
+        if not isinstance(seed, FakeTensor) and seed[1] < 0:
+            raise UnsupportedConfig(f"{name} is [seed, step] with a step from 0 up, got {seed.tolist()}.")

@@ -131,7 +131,10 @@ class WeightCache:
             self._weights = None  # unknown until the cast is done
             with preserve_version_counter((*row, *columns)) if repeated else nullcontext():
                 quantize_into(kind, cast._replace(row=row, column=columns))
-            self._publish(module, made)
+            # a thread that finds the codes, which come last, finds their scales
+            for orientation, parts_made in made.items():
+                for name, tensor in reversed(list(zip(BUFFER_NAMES[orientation], parts_made, strict=False))):
+                    module._hidden.put(name, tensor)
         if cast.skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return
@@ -152,12 +155,6 @@ class WeightCache:
         return {
             side: room_of(proto) for side, proto in protos.items() if proto is not None and not self.has(module, side)
         }
-
-    def _publish(self, module: Any, made: dict[str, Parts]) -> None:
-        """Make new codes the module's buffers. A thread that finds the codes, which come last, finds their scales."""
-        for orientation, parts in made.items():
-            for name, tensor in reversed(list(zip(BUFFER_NAMES[orientation], parts, strict=False))):
-                module._hidden.put(name, tensor)
 
     @property
     def is_cold(self) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.recipes import Recipe
 from octavo.weights.code_memory import Kind, codes_of, fill_columns, group_slices, room_for
-from octavo.weights.quantized_weight import ROW, QuantizedWeight
+from octavo.weights.quantized_weight import QuantizedWeight
 
 
 def empty_codes(
@@ -17,8 +17,7 @@ def empty_codes(
     kind = Kind(layer, recipe.key, shape, trainable)
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
         row = [part.zero_() for part in room_for(kind, dtype, device)[0]]
-        inner = {"element": torch.zeros(1, dtype=dtype, device=device)} | dict(zip(ROW, row, strict=False))
-        return QuantizedWeight(inner, kind)
+        return QuantizedWeight.of(kind, dtype, device, row)
 
 
 def fill_rows(weight: QuantizedWeight, parts: Sequence[Tensor], group: int | None, start: int) -> None:

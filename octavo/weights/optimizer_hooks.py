@@ -109,18 +109,14 @@ def _admit_quantized(optimizer: Optimizer, parameters: list[Tensor]) -> None:
                 "update it. Leave it out of the optimizer, or call octavo.quantize_weights(model, trainable=True)."
             )
         if not getattr(optimizer, "writes_codes", False):
-            _refuse_fused(optimizer, p)
+            # a kernel of torch's takes values, gradients and states in one dtype: the values are float32
+            if p.dtype != torch.float32 and any(group.get("fused") for group in optimizer.param_groups):
+                raise UnsupportedConfig(
+                    f"{type(optimizer).__name__}(fused=True) takes values and gradients of one dtype, and a weight "
+                    f"that is codes is updated in float32 by gradients in {p.dtype}. Leave fused out, or use "
+                    "octavo.optim.AdamW, which is one kernel."
+                )
             keep_master(p)
-
-
-def _refuse_fused(optimizer: Optimizer, weight: Tensor) -> None:
-    """Refuse a kernel of torch's that takes values, gradients and states in one dtype: the values are float32."""
-    if weight.dtype != torch.float32 and any(group.get("fused") for group in optimizer.param_groups):
-        raise UnsupportedConfig(
-            f"{type(optimizer).__name__}(fused=True) takes values and gradients of one dtype, and a weight that is "
-            f"codes is updated in float32 by gradients in {weight.dtype}. Leave fused out, or use octavo.optim.AdamW, "
-            "which is one kernel."
-        )
 
 
 def _written(optimizer: Optimizer) -> None:

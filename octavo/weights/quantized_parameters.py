@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.runtime.contract import WeightCast
 from octavo.weights.code_memory import Kind, codes_of, fill_columns, quantize_into, room_for
 from octavo.weights.given_codes import check_codes, laid_out
-from octavo.weights.quantized_weight import COLUMN, ROW, QuantizedWeight, as_parameter
+from octavo.weights.quantized_weight import QuantizedWeight, as_parameter
 
 
 def is_whole(parts: Sequence[Any]) -> bool:
@@ -27,10 +28,7 @@ def is_whole(parts: Sequence[Any]) -> bool:
 def quantized(kind: Kind, weight: Tensor) -> QuantizedWeight:
     """Return a whole weight as codes, scaled by the weight itself."""
     with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
-        inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
-        for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
-            inner |= dict(zip(names, parts, strict=False))
-        found = QuantizedWeight(inner, kind)
+        found = QuantizedWeight.of(kind, weight.dtype, weight.device, *room_for(kind, weight.dtype, weight.device))
     quantize_into(kind, WeightCast(weight, codes_of(found, "row"), codes_of(found, "column")))
     return found
 
@@ -89,12 +87,11 @@ def weight_from_codes(
             "not have. Leave keep_columns out: backward then multiplies by the values of the codes."
         )
     row = laid_out(kind, spec, given, dtype)
-    inner = {"element": torch.zeros(1, dtype=dtype, device=codes.device)} | dict(zip(ROW, row, strict=False))
+    column: Parts = ()
     if keep_columns:
         column = room_for(kind, dtype, codes.device)[1]
         fill_columns(kind, row, column, dtype)
-        inner |= dict(zip(COLUMN, column, strict=False))
-    return as_parameter(QuantizedWeight(inner, kind), trainable)
+    return as_parameter(QuantizedWeight.of(kind, dtype, codes.device, row, column), trainable)
 
 
 def parameter(weight: QuantizedWeight, like: Tensor) -> nn.Parameter:

@@ -86,6 +86,15 @@ class QuantizedWeight(Tensor):
 
     # -- the codes -------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def of(
+        kind: Kind, dtype: torch.dtype, device: torch.device, row: Sequence[Tensor], column: Sequence[Tensor] = ()
+    ) -> "QuantizedWeight":
+        """Return a whole weight that is these codes and scales."""
+        inner = {"element": torch.zeros(1, dtype=dtype, device=device)}
+        inner |= dict(zip(ROW, row, strict=False)) | dict(zip(COLUMN, column, strict=False))
+        return QuantizedWeight(inner, kind)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors inside, by name."""
         return {name: getattr(self, name) for name in self._flat[0]}

@@ -97,7 +97,7 @@ class WeightGradient:
         target = MainGrad(layer._weight_parts(), main_grad) if main_grad and not delay else None
         return target, QueueOfCall(self.queue, _form(layer)) if delay else None
 
-    def enqueue(self, layer: Any, key: str, auxiliary: Sequence[Tensor], codes: Parts) -> None:
+    def enqueue(self, layer: Any, key: str, codes: Parts, auxiliary: Sequence[Tensor]) -> None:
         """Put the operands of dw that a graph's node made into the queue, without reading it: the compiler guards on
         a read. Operands without data, of an export or a run on shapes alone, would stay there for backward_dw()."""
         if any([isinstance(t, FakeTensor) for t in auxiliary]):

@@ -17,13 +17,12 @@ from octavo._torch.tracing import while_tracing
 from octavo.formats import Format
 from octavo.fusion.custom.class_functions import FUSER, OP, check_backward, check_static, forward_of, name_of
 from octavo.fusion.custom.custom_plan import StagePlan, as_it_is, sketch, stage_plan, wants_gradient
-from octavo.fusion.custom.returned_values import CONSTANTS, described, holds_tensors
+from octavo.fusion.custom.returned_values import CONSTANTS, check_extra_inputs, described, holds_tensors
 from octavo.fusion.custom.user_layer import Functions, UserLayer, fields_of
 from octavo.ops.operation import Edge, FusibleOperation, last_dim
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
 from octavo.runtime.dry_run import Miscounted
-from octavo.text import plural
 from octavo.values import Value, written
 
 
@@ -157,11 +156,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         return Stage(self.op_name, stage_key, inputs, (), any(wanted), outputs=tuple(edges))
 
     def _check_given(self, extra_inputs: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"{type(self).__name__} takes {plural(self.num_extra_inputs, 'extra input')} besides x, got "
-                f"{len(extra_inputs)}."
-            )
+        check_extra_inputs(self, len(extra_inputs))
         for i, extra in enumerate(extra_inputs):
             if not isinstance(extra, Tensor | Edge):  # an Edge stands for the output of another operation of the run
                 raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {described(extra)}.")

@@ -13,13 +13,12 @@ from octavo._torch.modules import GLOBAL_HOOKS, see_operations
 from octavo._torch.tracing import Untraced
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.class_functions import FUSER, OP
-from octavo.fusion.custom.returned_values import check_gradient, described, dtype_name, entries
+from octavo.fusion.custom.returned_values import check_extra_inputs, check_gradient, described, dtype_name, entries
 from octavo.fusion.custom.user_layer import fields_of
 from octavo.fusion.rule import Rule
 from octavo.ops.operation import has_hooks
 from octavo.quant import QTensor
 from octavo.runtime.named_gradients import in_order
-from octavo.text import plural
 
 
 class OperationContext:
@@ -123,11 +122,7 @@ def _run_in_one_piece(
 
 def _fields(op: Any, extra_inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the inputs of an operation but for x, by name."""
-    if len(extra_inputs) != op.num_extra_inputs:
-        raise ValueError(
-            f"{type(op).__name__} takes {plural(op.num_extra_inputs, 'extra input')} besides x, got "
-            f"{len(extra_inputs)}."
-        )
+    check_extra_inputs(op, len(extra_inputs))
     return {**dict(op.named_parameters(recurse=False)), **{f"extra{i}": t for i, t in enumerate(extra_inputs)}}
 
 

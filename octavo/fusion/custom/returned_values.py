@@ -9,7 +9,7 @@ same in every call of one plan. A config holds its kind:
 A QTensor or GroupedTensor is packed as its tensors and an empty one that has its shape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,18 @@ from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPES
 from octavo.runtime.dry_run import Miscounted
 from octavo.runtime.named_gradients import in_order
+from octavo.text import plural
 from octavo.values import Value, parse, written
 
 CONSTANTS = (bool, int, float, str, tuple, Format, Value)  # classes of what a config can hold as it is
 MADE_UP = 128  # stands, when a run is planned, for a dim that the plan does not depend on
+
+
+def check_extra_inputs(op: Any, number: int) -> None:
+    if number != op.num_extra_inputs:
+        what = plural(op.num_extra_inputs, "extra input")
+        raise ValueError(f"{type(op).__name__} takes {what} besides x, got {number}.")
+
 
 # -- values for backward -----------------------------------------------------------------------------------------------
 
@@ -75,7 +83,7 @@ def packed(value: Any) -> list[Tensor | None]:
     return [value]
 
 
-def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
+def unpacked(kind: str, tensors: Sequence[Any]) -> Any:
     name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
     if name in ("none", "empty"):
         return None
@@ -91,11 +99,6 @@ def _unpacked(kind: str, tensors: Sequence[Any]) -> Any:
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
     settings = (spec, tuple(shape), dtype, rows, rest[0], None)
     return restore([codes, *parts[1:], *tensors[3:8]], settings)
-
-
-def unpacked_all(kinds: Sequence[str], tensors: Iterator[Any]) -> tuple[Any, ...]:
-    """Return values of these kinds, from the tensors that come next."""
-    return tuple([_unpacked(kind, [next(tensors) for _ in range(tensor_count(kind))]) for kind in kinds])
 
 
 def described(value: Any) -> str:

@@ -20,7 +20,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from itertools import chain as chained
 from typing import Any, ClassVar, NamedTuple
 
@@ -258,7 +258,10 @@ class UserLayer(Layer):
     def unpacked(self, config: Any, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the values that `select` chose, for each operation."""
         rest = iter(saved)
-        return [returned.unpacked_all(kinds, rest) for kinds in config.saved_kinds]
+        return [
+            tuple([returned.unpacked(kind, list(islice(rest, tensor_count(kind)))) for kind in kinds])
+            for kinds in config.saved_kinds
+        ]
 
     def given(self, config: Any, kept: Sequence[Any]) -> dict[int, Any]:
         """Return the inputs that were saved, by their places."""
@@ -416,19 +419,15 @@ class UserFusion(UserLayer):
                 if saves_theirs:
                     raise
                 return found
-            self._check_outputs_alike(found.outputs, made.outputs)
+            for i, (t, want) in enumerate(zip(found.outputs, made.outputs, strict=True)):
+                if _unlike(t, want):  # the next stage and the caller rely on them
+                    raise TypeError(
+                        f"{self.where.compute} returned {described(t)} as {f'extra output {i - 1}' if i else 'y'}, and "
+                        f"the operations by themselves make {described(want)}. Return one like theirs."
+                    )
             if saves_theirs:
                 self._check_saved_alike(config, chain.layer.save(config.unfused, like, made), found.chosen)
         return found
-
-    def _check_outputs_alike(self, outputs: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """Refuse outputs that are unlike those of the operations: the next stage and the caller rely on them."""
-        for i, (t, want) in enumerate(zip(outputs, theirs, strict=True)):
-            if _unlike(t, want):
-                raise TypeError(
-                    f"{self.where.compute} returned {described(t)} as {f'extra output {i - 1}' if i else 'y'}, and the "
-                    f"operations by themselves make {described(want)}. Return one like theirs."
-                )
 
     def _check_saved_alike(self, config: UserConfig, want: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
         """Refuse saved values that are unlike the operations' own: after a forward fusion, their own backward takes

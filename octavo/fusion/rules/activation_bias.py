@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fusion.rule import Backward, FusedOperation, Rule
+from octavo.fusion.rule import Backward, Rule, step
 from octavo.fusion.rules import conditions
 from octavo.fusion.rules.activation_linear import kernel_inputs
 from octavo.kernels.activation import cast
@@ -74,23 +74,22 @@ def own_bias(config: Any) -> torch.dtype | None:
     return DTYPES[config.bias_dtype] if config.wants_db else None
 
 
-class ActivationBias(FusedOperation):
-    op_name = "activation-bias"
+def backward(
+    configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    """Return the gradients of (Linear, activation) or (Linear, Bias, activation), or of a GroupedLinear so."""
+    dy = grads[-1][0]
+    assert dy is not None
+    first, *between, act = configs
+    call = LAYERS[first.registered_name].backward_call(first, saved[0], buffers[0], writes, dy.shape[0])
+    wanted = own_bias(between[0] if between else first)
+    cast = ActivationGradient(call, act, [saved[-1], call.rows.readable(dy)], wanted)
+    if not between:
+        return [cast.gradients(cast.sums.bias), cast.of_activation]
+    return [cast.gradients(None), (None, None, cast.sums.bias, None), cast.of_activation]
 
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        """Return the gradients of (Linear, activation) or (Linear, Bias, activation), or of a GroupedLinear so."""
-        dy = grads[-1][0]
-        assert dy is not None
-        first, *between, act = configs
-        call = LAYERS[first.registered_name].backward_call(first, saved[0], buffers[0], writes, dy.shape[0])
-        wanted = own_bias(between[0] if between else first)
-        cast = ActivationGradient(call, act, [saved[-1], call.rows.readable(dy)], wanted)
-        if not between:
-            return [cast.gradients(cast.sums.bias), cast.of_activation]
-        return [cast.gradients(None), (None, None, cast.sums.bias, None), cast.of_activation]
+
+ACTIVATION_BIAS = step("activation-bias", backward=backward)
 
 
 def _conditions(last: int) -> tuple[Any, ...]:
@@ -99,7 +98,7 @@ def _conditions(last: int) -> tuple[Any, ...]:
 
 _ONE_BIAS = conditions.On("one bias", lambda c: not c.wants_db, "the Linear has a bias of its own besides").at(0)
 RULES = (
-    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_ONE_BIAS, *_conditions(2)))),
-    Backward(Rule("activation-bias", (Linear, Activation), ActivationBias, _conditions(1))),
-    Backward(Rule("linear-scale", (Linear, ConstantScale), ActivationBias, _conditions(1))),
+    Backward(Rule("activation-bias", (Linear, Bias, Activation), ACTIVATION_BIAS, (_ONE_BIAS, *_conditions(2)))),
+    Backward(Rule("activation-bias", (Linear, Activation), ACTIVATION_BIAS, _conditions(1))),
+    Backward(Rule("linear-scale", (Linear, ConstantScale), ACTIVATION_BIAS, _conditions(1))),
 )

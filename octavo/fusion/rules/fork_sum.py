@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fusion.rule import Backward, FusedOperation, Rule
+from octavo.fusion.rule import Backward, Rule, step
 from octavo.ops import linear_layer, norm_layer
 from octavo.ops.linear import Linear
 from octavo.ops.norm import RMSNorm
@@ -19,31 +19,29 @@ from octavo.ops.views import MakeExtraOutput
 from octavo.runtime.contract import Tensors
 
 
-class LinearAdd(FusedOperation):
-    op_name = "linear-add"
-
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        found = linear_layer.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
-        return [_summed(found[0], grads[0][1]), (None, *found[1:])]
+def _linear_add(
+    configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    found = linear_layer.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
+    return [_summed(found[0], grads[0][1]), (None, *found[1:])]
 
 
-class AddRMSNorm(FusedOperation):
-    op_name = "add-rmsnorm"
+LINEAR_ADD = step("linear-add", backward=_linear_add)
 
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        extra = grads[0][1]
-        if extra is None or extra.dtype == torch.float32:
-            # in float32 the kernel would fuse product and sum into one instruction, and dx would differ from unfused dx
-            found = norm_layer.gradients(configs[1], saved[1], grads[1][0])
-            return [_summed(found[0], extra), (None, *found[1:])]
-        found = norm_layer.gradients(configs[1], saved[1], grads[1][0], extra)
-        return [(found[0],), (None, *found[1:])]
+
+def _add_rmsnorm(
+    configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    extra = grads[0][1]
+    if extra is None or extra.dtype == torch.float32:
+        # in float32 the kernel would fuse product and sum into one instruction, and dx would differ from unfused dx
+        found = norm_layer.gradients(configs[1], saved[1], grads[1][0])
+        return [_summed(found[0], extra), (None, *found[1:])]
+    found = norm_layer.gradients(configs[1], saved[1], grads[1][0], extra)
+    return [(found[0],), (None, *found[1:])]
+
+
+ADD_RMSNORM = step("add-rmsnorm", backward=_add_rmsnorm)
 
 
 def _summed(dx: Tensor | None, extra: Tensor | None) -> Tensors:
@@ -54,6 +52,6 @@ def _summed(dx: Tensor | None, extra: Tensor | None) -> Tensors:
 
 
 RULES = (
-    Backward(Rule("linear-add", (MakeExtraOutput, Linear), LinearAdd)),
-    Backward(Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), AddRMSNorm)),
+    Backward(Rule("linear-add", (MakeExtraOutput, Linear), LINEAR_ADD)),
+    Backward(Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), ADD_RMSNORM)),
 )

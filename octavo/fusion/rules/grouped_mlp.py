@@ -15,34 +15,25 @@ from typing import Any
 
 from octavo._torch.operators import assert_async
 from octavo.errors import UnsupportedConfig
-from octavo.fusion.rule import Backward, Condition, Forward, Joint, Rule
-from octavo.fusion.rules import conditions
-from octavo.fusion.rules.activation_bias import ActivationBias
-from octavo.fusion.rules.activation_linear import ActivationLinear
-from octavo.fusion.rules.mlp import MLP, columns_in_backward
+from octavo.fusion.rule import Backward, Condition, Forward, Joint, Rule, step
+from octavo.fusion.rules import activation_bias, activation_linear, conditions, mlp
+from octavo.fusion.rules.mlp import columns_in_backward
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
 from octavo.ops.operands import Saved
 from octavo.runtime.contract import Tensors
 
 
-class ActivationGroupedLinear(ActivationLinear):
-    op_name = "activation-grouped-linear"
+def _backward(
+    configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    refuse_other_sizes(Saved._make(saved[0]).start, Saved._make(saved[2]).start)
+    return mlp.backward(configs, saved, buffers, grads, writes)
 
 
-class GroupedLinearActivation(ActivationBias):
-    op_name = "grouped-linear-activation"
-
-
-class GroupedMLP(MLP):
-    op_name = "grouped-mlp"
-
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        refuse_other_sizes(Saved._make(saved[0]).start, Saved._make(saved[2]).start)
-        return MLP.step_backward(configs, saved, buffers, grads, writes)
+GROUPED_MLP = step("grouped-mlp", forward=activation_linear.forward, backward=_backward)
+ACTIVATION_GROUPED_LINEAR = step("activation-grouped-linear", forward=activation_linear.forward)
+GROUPED_LINEAR_ACTIVATION = step("grouped-linear-activation", backward=activation_bias.backward)
 
 
 def refuse_other_sizes(first: Any, second: Any) -> None:
@@ -94,14 +85,14 @@ MLP_CONDITIONS = (
     _NO_OWN_BIAS,
 )
 _MLP = Rule(
-    "grouped-mlp", (GroupedLinear, Activation, GroupedLinear), GroupedMLP, MLP_CONDITIONS, forward_from=1,
+    "grouped-mlp", (GroupedLinear, Activation, GroupedLinear), GROUPED_MLP, MLP_CONDITIONS, forward_from=1,
     changes=columns_in_backward,
 )  # fmt: skip
 _AFTER = Rule(
-    "activation-grouped-linear", (Activation, GroupedLinear), ActivationGroupedLinear, conditions.x_as_codes(1)
+    "activation-grouped-linear", (Activation, GroupedLinear), ACTIVATION_GROUPED_LINEAR, conditions.x_as_codes(1)
 )
 _BEFORE = Rule(
-    "grouped-linear-activation", (GroupedLinear, Activation), GroupedLinearActivation,
+    "grouped-linear-activation", (GroupedLinear, Activation), GROUPED_LINEAR_ACTIVATION,
     (*backward_conditions(0), _NO_OWN_BIAS),
 )  # fmt: skip
 RULES = (Joint(_MLP), Forward(_AFTER), Backward(_BEFORE))

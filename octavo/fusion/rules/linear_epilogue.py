@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from octavo.fusion.rule import Forward, FusedOperation, Rule
+from octavo.fusion.rule import Forward, Rule, step
 from octavo.fusion.rules import conditions
 from octavo.ops import activation_layer, linear_layer
 from octavo.ops.activation import Activation, Bias, ConstantScale
@@ -22,65 +22,57 @@ from octavo.runtime.contract import ForwardResult
 EMPTY = ForwardResult((None,), (), ())
 
 
-def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
-    """Return the Linear's result without y; and y, with the bias of the next stage added."""
-    made = linear_layer.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
+def _run(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
+    """Return the Linear's result without y; and y, with the bias of the next stage added if that is a Bias."""
+    bias = getattr(inputs[1], "bias", None)
+    given = inputs[0] if bias is None else inputs[0]._replace(bias=bias)
+    made = linear_layer.layer.forward(configs[0], given)
     return made._replace(outputs=(None,)), made.outputs[0]
 
 
-class LinearBias(FusedOperation):
-    op_name = "linear-bias"
-
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        own, y = _with_bias(configs, inputs)
-        return [own, ForwardResult((y,), (), ())]
+def _linear_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    own, y = _run(configs, inputs)
+    return [own, ForwardResult((y,), (), ())]
 
 
-class BiasActivation(FusedOperation):
-    op_name = "linear-bias-activation"
-
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        own, h = _with_bias(configs, inputs)
-        last = activation_layer.layer.forward(configs[2], inputs[2]._replace(x=h))
-        return [own, ForwardResult((h,), (), ()), last]
+LINEAR_BIAS = step("linear-bias", forward=_linear_bias)
 
 
-class BiasAdd(FusedOperation):
+def _bias_activation(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    own, h = _linear_bias(configs, inputs)
+    last = activation_layer.layer.forward(configs[2], inputs[2]._replace(x=h.outputs[0]))
+    return [own, h, last]
+
+
+BIAS_ACTIVATION = step("linear-bias-activation", forward=_bias_activation)
+
+
+def _bias_add(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
     """The forward of (Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
-
-    op_name = "linear-bias-add"
-
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        if len(configs) == 3:
-            own, y = _with_bias(configs, inputs)
-        else:
-            made = linear_layer.layer.forward(configs[0], inputs[0])
-            own, y = made._replace(outputs=(None,)), made.outputs[0]
-        y.add_(inputs[-1].extra)
-        return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
+    own, y = _run(configs, inputs)
+    y.add_(inputs[-1].extra)
+    return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
 
 
-class ScaleAdd(FusedOperation):
-    op_name = "linear-scale-add"
+BIAS_ADD = step("linear-bias-add", forward=_bias_add)
 
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        made = linear_layer.layer.forward(configs[0], inputs[0])
-        y = made.outputs[0]
-        torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
-        return [made._replace(outputs=(None,)), EMPTY, ForwardResult((y,), (), ())]
+
+def _scale_add(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    own, y = _run(configs, inputs)
+    torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
+    return [own, EMPTY, ForwardResult((y,), (), ())]
+
+
+SCALE_ADD = step("linear-scale-add", forward=_scale_add)
 
 
 _ONE_BIAS = conditions.On("one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already").at(0)
 _PLAIN_Y = conditions.On("y is not quantized", lambda c: not c.quantize_output, "the Linear returns codes").at(0)
 
 RULES = (
-    Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BiasActivation, (_ONE_BIAS,))),
-    Forward(Rule("linear-bias-add", (Linear, Bias, AddExtraInput), BiasAdd, (_ONE_BIAS,))),
-    Forward(Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), ScaleAdd, (_PLAIN_Y,))),
-    Forward(Rule("linear-bias", (Linear, Bias), LinearBias, (_ONE_BIAS,))),
-    Forward(Rule("linear-bias-add", (Linear, AddExtraInput), BiasAdd, (_PLAIN_Y,))),
+    Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BIAS_ACTIVATION, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, Bias, AddExtraInput), BIAS_ADD, (_ONE_BIAS,))),
+    Forward(Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), SCALE_ADD, (_PLAIN_Y,))),
+    Forward(Rule("linear-bias", (Linear, Bias), LINEAR_BIAS, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, AddExtraInput), BIAS_ADD, (_PLAIN_Y,))),
 )

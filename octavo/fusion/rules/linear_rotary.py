@@ -4,7 +4,7 @@ codes only (`octavo.kernels.rotary.cast`)."""
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.fusion.rule import Backward, FusedOperation, Rule
+from octavo.fusion.rule import Backward, Rule, step
 from octavo.fusion.rules import conditions
 from octavo.kernels.rotary import cast
 from octavo.kernels.tile_cast import TileCast
@@ -15,25 +15,24 @@ from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import Tensors
 
 
-class LinearRotary(FusedOperation):
-    op_name = "linear-rotary"
+def _backward(
+    configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    parts = rotary_layer.complete(configs[1], grads[1])
+    assert parts is not None
+    dq, layer = parts[0], linear_layer.layer
+    call = layer.backward_call(configs[0], saved[0], buffers[0], writes, dq.shape[0])
+    like = TensorProto(rotary_layer.shape_of_dx(configs[1], dq), dq.dtype, dq.device)
+    pair, given = matmul.dy_buffers(call, like)
+    own, other = saved[1]
+    assert own is not None and other is not None
+    cast.backward(*parts, own, other, TileCast(pair, given))
+    dx = matmul.input_gradient(call, like, pair[0]) if call.config.wants_dx else None
+    dw = matmul.finish(call, like, pair[1])
+    return [layer.gradients(dx, dw, None), (None, None, None)]
 
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: Sequence[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        parts = rotary_layer.complete(configs[1], grads[1])
-        assert parts is not None
-        dq, layer = parts[0], linear_layer.layer
-        call = layer.backward_call(configs[0], saved[0], buffers[0], writes, dq.shape[0])
-        like = TensorProto(rotary_layer.shape_of_dx(configs[1], dq), dq.dtype, dq.device)
-        pair, given = matmul.dy_buffers(call, like)
-        own, other = saved[1]
-        assert own is not None and other is not None
-        cast.backward(*parts, own, other, TileCast(pair, given))
-        dx = matmul.input_gradient(call, like, pair[0]) if call.config.wants_dx else None
-        dw = matmul.finish(call, like, pair[1])
-        return [layer.gradients(dx, dw, None), (None, None, None)]
+
+LINEAR_ROTARY = step("linear-rotary", backward=_backward)
 
 
 _NO_BIAS = conditions.On(
@@ -41,5 +40,5 @@ _NO_BIAS = conditions.On(
 ).at(0)
 
 RULES = (
-    Backward(Rule("linear-rotary", (Linear, RotaryAttention), LinearRotary, (_NO_BIAS, *conditions.dy_as_codes(0)))),
+    Backward(Rule("linear-rotary", (Linear, RotaryAttention), LINEAR_ROTARY, (_NO_BIAS, *conditions.dy_as_codes(0)))),
 )

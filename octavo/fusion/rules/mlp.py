@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.fusion.rule import Joint, Rule
-from octavo.fusion.rules import conditions
+from octavo.fusion.rule import Joint, Rule, step
+from octavo.fusion.rules import activation_linear, conditions
 from octavo.fusion.rules.activation_bias import ActivationGradient, own_bias
-from octavo.fusion.rules.activation_linear import ActivationLinear
 from octavo.kernels.tile_cast import TileCast
 from octavo.ops import matmul
 from octavo.ops.activation import Activation
@@ -23,32 +22,30 @@ from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import LAYERS, Tensors
 
 
-class MLP(ActivationLinear):
+def backward(
+    configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
     """The forward of ActivationLinear, with a backward for all three operations."""
+    first, act, second = configs
+    dy = grads[-1][0]
+    assert dy is not None
+    layer = LAYERS[second.registered_name]
+    last = layer.backward_call(second, saved[2], buffers[2], writes, dy.shape[0])
+    dy = last.rows.readable(dy)
+    row, column = matmul.quantized_dy(last, dy)
+    da = matmul.input_gradient(last, dy, row)
+    again, given = matmul.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
+    call = layer.backward_call(first, saved[0], buffers[0], writes, dy.shape[0])._replace(rows=last.rows)
+    of_act = [saved.pop(1), da]
+    del row, da  # before the gradients of weights, as h is
+    cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
+    db, ds = last.rows.bias_gradients(last, dy)
+    of_first = cast.gradients(cast.sums.bias)
+    dw = matmul.finish(last, dy, column, again[1])
+    return [of_first, cast.of_activation, layer.gradients(None, dw, db, ds)]
 
-    op_name = "mlp"
 
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        first, act, second = configs
-        dy = grads[-1][0]
-        assert dy is not None
-        layer = LAYERS[second.registered_name]
-        last = layer.backward_call(second, saved[2], buffers[2], writes, dy.shape[0])
-        dy = last.rows.readable(dy)
-        row, column = matmul.quantized_dy(last, dy)
-        da = matmul.input_gradient(last, dy, row)
-        again, given = matmul.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
-        call = layer.backward_call(first, saved[0], buffers[0], writes, dy.shape[0])._replace(rows=last.rows)
-        of_act = [saved.pop(1), da]
-        del row, da  # before the gradients of weights, as h is
-        cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
-        db, ds = last.rows.bias_gradients(last, dy)
-        of_first = cast.gradients(cast.sums.bias)
-        dw = matmul.finish(last, dy, column, again[1])
-        return [of_first, cast.of_activation, layer.gradients(None, dw, db, ds)]
+MLP = step("mlp", forward=activation_linear.forward, backward=backward)
 
 
 def columns_in_backward(configs: Sequence[Any]) -> list[Any]:

@@ -24,14 +24,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
-
 from octavo._torch.operators import unsafe_view
-from octavo.fusion.rule import FusedOperation, Joint, Rule
-from octavo.fusion.rules import conditions
+from octavo.fusion.rule import Joint, Rule, step
+from octavo.fusion.rules import activation_linear, conditions
 from octavo.fusion.rules.activation_bias import ActivationGradient, own_bias
 from octavo.fusion.rules.grouped_mlp import (
-    ActivationGroupedLinear,
     backward_conditions,
     one_recipe,
 )
@@ -48,84 +45,77 @@ from octavo.ops import (
 )
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
-from octavo.ops.operands import BackwardCall
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult, Tensors
 from octavo.scaling.delayed_scaling import RunningAmaxes
 
 
-class RoutedExperts(FusedOperation):
-    op_name = "experts"
-
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        _, first, act, second, _ = configs
-        moved, own, last = inputs[0], inputs[1], inputs[4]
-        rows = grouped_linear_layer.layer.rows_of(own, moved.assignments.shape[0])
-        amaxes = RunningAmaxes(*own.running_amaxes)
-        x, source = activation_layer.matrix(moved.x), moves.tokens(moved.assignments, moved.positions)
-        codes = matmul.quantized(first, own, first.x_cast, x, rows, amaxes.x, source)
-        up = matmul.forward_from(first, own, codes, rows, amaxes)
-        del codes  # before there is a second
-        h = up.outputs[0]
-        activated, down = ActivationGroupedLinear.step_forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
-        activated = activated._replace(intermediates=LAYERS[act.registered_name].intermediates(act, h))
-        y = moves.combine(down.outputs[0], unpermute_layer.assignments_of(last), activation_layer.matrix(last.probs))
-        y = unsafe_view(y, (*last.positions.shape[:-1], y.shape[1]))
-        nothing = ForwardResult((None,), (), ())
-        return [nothing, up, activated, down._replace(outputs=(None,)), ForwardResult((y,), (), ())]
-
-    @staticmethod
-    def step_backward(
-        configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
-    ) -> list[Tensors]:
-        _, first, act, second, back = configs
-        moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
-        dy, assignments = grads[-1][0], kept.assignments
-        assert dy is not None and assignments is not None and kept.positions is not None and kept.probs is not None
-        dy, of_token = activation_layer.matrix(dy).contiguous(), unpermute_layer.assignments_of(kept)
-        probs, source = activation_layer.matrix(kept.probs), moves.tokens(assignments, kept.positions)
-        layer, count = grouped_linear_layer.layer, assignments.shape[0]
-        last = layer.backward_call(second, saved[3], buffers[3], writes, count)
-        call = layer.backward_call(first, saved[1], buffers[1], writes, count)._replace(rows=last.rows)
-        like = TensorProto((count, dy.shape[1]), dy.dtype, dy.device)
-        row, column = matmul.quantized_dy(last, dy, source)
-        g = matmul.input_gradient(last, like, row)
-        again, given = matmul.x_column_buffer(last, TensorProto.of(g))
-        del row
-        scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
-        saved.clear()
-        scaled = scaled._replace(scales=moves.take(probs, of_token, assignments))
-        act = _scaled(act, DTYPE_NAMES[probs.dtype], back.wants_dprobs)
-        of_act = [scaled, g]
-        del g, scaled
-        cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
-        dx = cast.input_gradient()
-        if dx is not None:
-            dx = moves.combine(dx, Assignments(of_token.positions), None)
-            dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
-        dw1 = cast.weight_gradient(_x_columns(call, moved.x, source))
-        dw2 = matmul.finish(last, like, column, again[1])
-        dprobs = None
-        if cast.sums.scales is not None:
-            dprobs = unsafe_view(
-                moves.take_backward(cast.sums.scales, of_token, tuple(probs.shape)), tuple(kept.probs.shape)
-            )
-        empty = (None,) * len(activation_layer.Inputs._fields)
-        return [
-            (dx, None, None), layer.gradients(None, dw1, cast.sums.bias), empty, layer.gradients(None, dw2, None),
-            (None, None, None, dprobs, None),
-        ]  # fmt: skip
+def _forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    _, first, act, second, _ = configs
+    moved, own, last = inputs[0], inputs[1], inputs[4]
+    rows = grouped_linear_layer.layer.rows_of(own, moved.assignments.shape[0])
+    amaxes = RunningAmaxes(*own.running_amaxes)
+    x, source = activation_layer.matrix(moved.x), moves.tokens(moved.assignments, moved.positions)
+    codes = matmul.quantized(first, own, first.x_cast, x, rows, amaxes.x, source)
+    up = matmul.forward_from(first, own, codes, rows, amaxes)
+    del codes  # before there is a second
+    h = up.outputs[0]
+    activated, down = activation_linear.forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
+    activated = activated._replace(intermediates=LAYERS[act.registered_name].intermediates(act, h))
+    y = moves.combine(down.outputs[0], unpermute_layer.assignments_of(last), activation_layer.matrix(last.probs))
+    y = unsafe_view(y, (*last.positions.shape[:-1], y.shape[1]))
+    nothing = ForwardResult((None,), (), ())
+    return [nothing, up, activated, down._replace(outputs=(None,)), ForwardResult((y,), (), ())]
 
 
-def _x_columns(call: BackwardCall, x: Tensor | None, source: Tensor) -> QTensor | None:
-    """Make x's column codes for the first layer's dw, if that is wanted."""
-    if not call.config.wants_dw:
-        return None
-    assert x is not None
-    return matmul.x_columns_again(call, activation_layer.matrix(x), source)
+def _backward(
+    configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
+) -> list[Tensors]:
+    _, first, act, second, back = configs
+    moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
+    dy, assignments = grads[-1][0], kept.assignments
+    assert dy is not None and assignments is not None and kept.positions is not None and kept.probs is not None
+    dy, of_token = activation_layer.matrix(dy).contiguous(), unpermute_layer.assignments_of(kept)
+    probs, source = activation_layer.matrix(kept.probs), moves.tokens(assignments, kept.positions)
+    layer, count = grouped_linear_layer.layer, assignments.shape[0]
+    last = layer.backward_call(second, saved[3], buffers[3], writes, count)
+    call = layer.backward_call(first, saved[1], buffers[1], writes, count)._replace(rows=last.rows)
+    like = TensorProto((count, dy.shape[1]), dy.dtype, dy.device)
+    row, column = matmul.quantized_dy(last, dy, source)
+    g = matmul.input_gradient(last, like, row)
+    again, given = matmul.x_column_buffer(last, TensorProto.of(g))
+    del row
+    scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
+    saved.clear()
+    scaled = scaled._replace(scales=moves.take(probs, of_token, assignments))
+    act = _scaled(act, DTYPE_NAMES[probs.dtype], back.wants_dprobs)
+    of_act = [scaled, g]
+    del g, scaled
+    cast = ActivationGradient(call, act, of_act, own_bias(first), TileCast(again, given))
+    dx = cast.input_gradient()
+    if dx is not None:
+        dx = moves.combine(dx, Assignments(of_token.positions), None)
+        dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
+    x_column = None
+    if first.wants_dw:  # made again, for the first layer's dw
+        assert moved.x is not None
+        x_column = matmul.x_columns_again(call, activation_layer.matrix(moved.x), source)
+    dw1 = cast.weight_gradient(x_column)
+    dw2 = matmul.finish(last, like, column, again[1])
+    dprobs = None
+    if cast.sums.scales is not None:
+        dprobs = unsafe_view(
+            moves.take_backward(cast.sums.scales, of_token, tuple(probs.shape)), tuple(kept.probs.shape)
+        )
+    empty = (None,) * len(activation_layer.Inputs._fields)
+    return [
+        (dx, None, None), layer.gradients(None, dw1, cast.sums.bias), empty, layer.gradients(None, dw2, None),
+        (None, None, None, dprobs, None),
+    ]  # fmt: skip
+
+
+EXPERTS = step("experts", forward=_forward, backward=_backward)
 
 
 @lru_cache(maxsize=256)
@@ -177,6 +167,6 @@ def _changed_with_codes_of_h(configs: Sequence[Any]) -> list[Any]:
 PATTERN = (Permute, GroupedLinear, Activation, GroupedLinear, Unpermute)
 # by the form in which h is kept; given to `octavo.moe.Experts` alone: both ends of it must have one permutation
 RULES = {
-    storage: (Joint(Rule("experts", PATTERN, RoutedExperts, CONDITIONS, changes=changes)),)
+    storage: (Joint(Rule("experts", PATTERN, EXPERTS, CONDITIONS, changes=changes)),)
     for storage, changes in (("unquantized", _changed), ("fp8", _changed_with_codes_of_h))
 }

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.fusion.rule import Condition, Forward, FusedOperation, Rule
+from octavo.fusion.rule import Condition, Forward, Rule, step
 from octavo.fusion.rules import conditions
 from octavo.kernels.norm import Residual, cast
 from octavo.ops import matmul, norm_layer
@@ -13,14 +13,6 @@ from octavo.ops.operands import DENSE
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import ForwardResult
 from octavo.scaling.delayed_scaling import RunningAmaxes
-
-
-class NormLinear(FusedOperation):
-    op_name = "norm-linear"
-
-    @staticmethod
-    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-        return run(configs, inputs)
 
 
 def run(configs: Sequence[Any], inputs: Sequence[Any], residual: Residual | None = None) -> list[ForwardResult]:
@@ -36,6 +28,7 @@ def run(configs: Sequence[Any], inputs: Sequence[Any], residual: Residual | None
     return [ForwardResult((None,), (), intermediates), made]
 
 
+NORM_LINEAR = step("norm-linear", forward=run)
 NORMS = (LayerNorm, RMSNorm)
 
 
@@ -44,4 +37,4 @@ def conditions_at(place: int) -> tuple[Condition, ...]:
     return conditions.ONE_DIM.at(place), *conditions.x_as_codes(place + 1)
 
 
-RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NormLinear, conditions_at(0))) for kind in NORMS)
+RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NORM_LINEAR, conditions_at(0))) for kind in NORMS)
