@@ -1,5 +1,6 @@
 """Questions to the compiler that traces, and to the modes around a call."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo._torch.autograd import saved_tensors_hooks
 from octavo._torch.dispatcher import dispatch_depth
+from octavo._torch.fakes import FunctionalTensor
 from octavo._torch.imports import when_imported
 from octavo.errors import UnsupportedConfig
 from octavo.memory import span
@@ -22,6 +24,32 @@ def while_tracing(call: Call) -> Call:
     # once there is a compiler: to import it takes a second
     when_imported("torch._dynamo", lambda dynamo: dynamo.assume_constant_result(call))
     return call
+
+
+def in_graph(call: Call) -> Call:
+    """Make a compiler put a call of this function into its graph as it is, with tensors and constants as arguments and
+    a tuple of tensors as the result. The compiler runs it on tensors without data, and AOTAutograd runs it again, as
+    plain Python, to trace what it does."""
+    when_imported("torch._dynamo", lambda dynamo: dynamo.allow_in_graph(call))
+    return call
+
+
+def functional_mode() -> Any:
+    """Return the mode under which AOTAutograd traces a graph, one for each trace; None outside of it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def traced_value(tensor: Any) -> Any:
+    """Return what a tensor that AOTAutograd traces stands for now: a write to it, or to a view, gives it another value.
+    None for any other tensor."""
+    return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else None
+
+
+def proxy_tracer() -> Any:
+    """Return a weak reference to the tracer that records operators now: the branch of a conditional has its own. None
+    if there is none."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else weakref.ref(mode.tracer)
 
 
 class Untraced:
@@ -144,6 +172,22 @@ def is_first_in_graph(thing: Any) -> bool:
     if any(thing is one for one in seen):
         return False
     seen.append(thing)
+    return True
+
+
+@while_tracing
+def pairs_ended() -> int:
+    """Return how many pairs of column and row layers have ended in the graph being traced."""
+    graph = _graph()
+    return 0 if graph is None else graph.__dict__.get("_octavo_pairs_ended", 0)
+
+
+@while_tracing
+def end_pair() -> bool:
+    """Count the end of a pair of column and row layers in the graph being traced."""
+    graph = _graph()
+    if graph is not None:
+        graph.__dict__["_octavo_pairs_ended"] = graph.__dict__.get("_octavo_pairs_ended", 0) + 1
     return True
 
 

@@ -5,6 +5,7 @@
     all_to_all          rows that change ranks
     peer_memory         memory of each rank that all of a group address
     tensor_parallel     column and row parallel layers, with sequence parallelism: the collectives before and after
+    gathered_rows       rows of x that a column layer gathers, as codes where these are those of one process
     shared_rows         rows of x that sibling layers share: q, k and v; gate and up
     scattered_sum       the sum of a row layer's y, whose gradient is gathered as codes
     amax_reduction      each rank measures its part, and the maximum over ranks counts
@@ -12,7 +13,7 @@
     sharded_weights     weights that FSDP2 gathers as codes
     rank_checks         what must be equal on all ranks, compared once
 
-    x of this rank -> tensor_parallel.gathered -> codes of all ranks -> the layer's node -> y -> a sum or a scatter
+    x of this rank -> gathered_rows.gathered -> codes of all ranks -> the layer's node -> y -> a sum or a scatter
 
 A layer's own functions run between two collectives and know nothing of ranks. torch's styles are in
 `octavo.distributed`.

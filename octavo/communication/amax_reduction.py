@@ -41,7 +41,9 @@ def all_reduce_amaxes(
     if splits is not None and not of_x:
         splits = weight  # sizes are not read; inside of a run they may be unknown
     # a quantized weight has no memory to measure
-    found = largest_of(layer, parallel.group, specs, like, weight if of_w else like, as_nodes, splits)
+    found = largest_of(
+        layer._name_for_collectives(), parallel.group, specs, like, weight if of_w else like, as_nodes, splits
+    )
     parts = _each(found, 1 if splits is None else splits.shape[0])
     return of_x, of_w, parts[0 if of_x else 2 : 4 if of_w else 2]
 
@@ -54,12 +56,13 @@ def all_reduced_weight(
     specs = _weight_specs(recipe)
     if not any([spec is not None for spec in specs]) or (recipe.stateful and not layer._scaling.uncalibrated.w):
         return ()
-    found = largest_of(layer, group, (None, None, *specs), weight, weight, as_nodes, weight if of_groups else None)
+    where, groups = layer._name_for_collectives(), weight if of_groups else None
+    found = largest_of(where, group, (None, None, *specs), weight, weight, as_nodes, groups)
     return _each(found, weight.shape[0] if of_groups else 1)[2:]
 
 
 def largest_of(
-    layer: Any, group: str, specs: Specs, x: Tensor, weight: Tensor, as_nodes: bool, splits: Tensor | None = None,
+    where: str, group: str, specs: Specs, x: Tensor, weight: Tensor, as_nodes: bool, splits: Tensor | None = None,
     each: Quantizer | None = None,
 ) -> Tensor:  # fmt: skip
     """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column; with `each`,
@@ -69,7 +72,7 @@ def largest_of(
     more = weight.detach(), None if splits is None else splits.detach()
     with torch.no_grad():
         (measured,) = call(Stage("amaxes", key, more, (), False), x.detach(), as_nodes)[:1]
-        return collectives.largest(measured, group, layer._name_for_collectives())
+        return collectives.largest(measured, group, where)
 
 
 def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:

@@ -17,7 +17,7 @@ from octavo._torch import fast_paths
 from octavo._torch.compilation import mode_options, modes
 from octavo._torch.modules import uncompiled
 from octavo._torch.tensors import tree_leaves, tree_map
-from octavo.communication.tensor_parallel import describe_communication
+from octavo.communication.gathered_rows import describe_communication
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
 from octavo.inspection.model_memory import measure

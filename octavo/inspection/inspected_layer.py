@@ -104,14 +104,13 @@ class Inspected(Quantized):
         y = self._quantized_output(made, made[0]).dequantize() if returns_codes else made[0]  # type: ignore[operator]
         return torch.ops.octavo.inspect_y(y, link, [t.detach() for t in tensors], stats, call + stage.key), *made[1:]
 
-    def _rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
+    def _note_rows(self, x: Tensor, codes: QTensor) -> None:
         stats = self._hidden._buffers.get(STATS)
         if not _switch(self).on or stats is None:
-            return codes
+            return
         recipe = self._recipe or self._followed(ambient.recipe)
         parts = [t.view(torch.uint8) if t is codes.codes else t for t in codes.tensors()]
-        seen = torch.ops.octavo.inspect_rows(x, parts, stats, recipe.key).view(codes.codes.dtype)
-        return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
+        torch.ops.octavo.inspect_rows(x, parts, stats, recipe.key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
         """Copy the layer into the block, whose end makes the copy as it was outside, too."""

@@ -33,6 +33,7 @@ Layers of GEMMs:
     shard_cast_layer        the cast of a rank's own rows, before they are gathered
     dy_codes                the cast of a rank's own rows of dy, before they are gathered
     dtensor_calls           a Linear whose weight a plan of torch has split
+    raise_amax_layer        the running amax of x, where its cast is not the layer's own node
     amaxes_layer            the amaxes that ranks reduce before they cast
 
 The recipe of a layer, and its state:

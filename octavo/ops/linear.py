@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from octavo._torch.tensors import is_dtensor, is_sharded
 from octavo._torch.tracing import is_inside_operator
-from octavo.communication import collectives, shared_rows
+from octavo.communication import collectives
+from octavo.communication.gathered_rows import gathered, rows_of_all
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
 from octavo.communication.scattered_sum import Cast
@@ -24,7 +25,6 @@ from octavo.communication.tensor_parallel import (
     Parallel,
     check_blocks,
     check_rows,
-    gathered,
     local_sizes,
     mark_blocks,
     own_part,
@@ -332,15 +332,15 @@ class Linear(SplitLayer, nn.Linear):
         if not column and parallel.sequence:
             collectives.check_divides(x.shape, size, where)
         self._check_ranks(parallel, x, weight, bias)
-        rows = SharedRows(x)
+        rows, known = SharedRows(x), self.weight if self.keeps_dtensors else weight
         if column and parallel.sequence:
             if type(x) is QTensor:
                 x = x.dequantize()
             trains = torch.is_grad_enabled() and weight.requires_grad
             recipe = self._recipe or self._followed(ambient.recipe)
-            rows = gathered(self, parallel, recipe, x, source, trains, as_nodes)
+            rows = gathered(self, known, parallel, recipe, x, source, trains, as_nodes)
         elif column:
-            rows = self._rows_of_all(parallel, x, source)
+            rows = rows_of_all(self, known, parallel, x, source)
         with rows.again or nullcontext():
             stage = self._stage(rows.x, is_first_microbatch, fp8_output, as_nodes, parallel, rows.columns)
             y = self._run_stage(stage, rows.x, fp8_output, as_nodes)
@@ -355,14 +355,6 @@ class Linear(SplitLayer, nn.Linear):
         """Return the cast of a rank's rows of dy before they are gathered; None if values are."""
         return cast_of_dy(stage, parallel.group, where, parallel.row_codes_only)
 
-    def _rows_of_all(self, parallel: Parallel, x: Any, source: Any) -> SharedRows:
-        """Return x, which all ranks have, for siblings that share the sum of its gradient over ranks."""
-        if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
-            return SharedRows(self.op_begin(x))
-        key = "the same on all ranks", parallel.group, x.dtype
-        found = shared_rows.find(self, source, key)
-        return shared_rows.share(self, source, key, SharedRows(self.op_begin(x))) if found is None else found
-
     def _bias_of_caller(self) -> Tensor | None:
         """Return the bias for a caller that adds it."""
         bias, parallel = self._own_part("bias"), self._split_over_ranks()
@@ -374,9 +366,8 @@ class Linear(SplitLayer, nn.Linear):
     def _bias_after_sum(self) -> Tensor | None:
         return None if self.return_bias else self._own_part("bias")
 
-    def _rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
-        """Return the codes of this rank's rows of x, which are then gathered; `octavo.inspect` records both here."""
-        return codes
+    def _note_rows(self, x: Tensor, codes: QTensor) -> None:
+        """Note this rank's rows of x and their codes, which are gathered; `octavo.inspect` records both here."""
 
     def _forward_of_dtensor(self, x: Any, is_first_microbatch: Flag, fp8_output: bool) -> Any:
         """Return y, a DTensor, of a call in a plan of torch."""

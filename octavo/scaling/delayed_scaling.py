@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.dispatcher import dispatch_depth
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
@@ -95,6 +96,12 @@ class RunningAmaxes(NamedTuple):
 
     x: Tensor | None = None
     w: Tensor | None = None
+
+
+def raise_amax(running: Tensor, amax: Tensor) -> None:
+    """Raise a running amax to an amax."""
+    with preserve_version_counter(running):
+        torch.maximum(running, amax, out=running)
 
 
 def part_of(place: int, is_measured: bool) -> slice:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import octavo
 from octavo import quant
 from octavo.communication import collectives
-from octavo.communication.tensor_parallel import gather_columns
+from octavo.communication.gathered_rows import gather_columns
 from octavo.ops import inputs, split_layer
 
 local = pytest.importorskip("torch.distributed._local_tensor")

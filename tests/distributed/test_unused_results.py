@@ -16,6 +16,8 @@ BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 @pytest.fixture
 def two_ranks(monkeypatch):
     """A group of two ranks that sends nothing, and layers that do not compare their calls, as in a graph."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the backend
+
     monkeypatch.setattr(split_layer, "check_ranks", lambda *call: None)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     yield
