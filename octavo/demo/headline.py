@@ -13,11 +13,12 @@ SEED_NOISE = 2 * SEED_SPREAD  # beyond which one run says something
 FEW_STEPS = 200  # below which seeds differ by more
 ABOVE, WITHIN, BELOW, LOST, STOPPED, RUNNING = "above", "within", "below", "diverged", "stopped", "running"
 BEYOND, UNSURE = " by more than seed noise", ", after too few steps to tell from seed noise"
+NEAR, UNKNOWN = " within seed noise of bf16", " near bf16, after too few steps to tell"
 MEASURED = (ABOVE, WITHIN, BELOW)
 SENTENCES: dict[str, Callable[[str, bool], str]] = {
     LOST: lambda names, many: f"{names} diverged: the loss is not finite",
     ABOVE: lambda names, many: f"{names} {'end' if many else 'ends'} above bf16{BEYOND}",
-    WITHIN: lambda names, many: f"{names} {'end' if many else 'ends'} within seed noise of bf16",
+    WITHIN: lambda names, many: f"{names} {'end' if many else 'ends'}{NEAR}",
     BELOW: lambda names, many: f"{names} {'end' if many else 'ends'} below bf16{BEYOND}",
     STOPPED: lambda names, many: f"{names} {'were' if many else 'was'} interrupted",
     RUNNING: lambda names, many: f"{names} still train{'' if many else 's'}",
@@ -46,7 +47,7 @@ def outcome(run: dict[str, Any]) -> str:
 
 
 def headline(runs: Sequence[dict[str, Any]], steps: int) -> str:
-    """Return the sentence for all runs, the baseline first. After few steps no gap is beyond what seeds do."""
+    """Return the sentence for all runs, the baseline first. After few steps no gap is told from what seeds do."""
     base, *others = runs
     if not others:
         if base.get("running"):
@@ -60,7 +61,7 @@ def headline(runs: Sequence[dict[str, Any]], steps: int) -> str:
             numbers = f" ({', '.join(map(_gap, found))})" if kind in MEASURED else ""
             said.append(sentence(_listed([run["recipe"] for run in found]), len(found) > 1) + numbers)
     whole = "; ".join(said)
-    return whole if steps >= FEW_STEPS else whole.replace(BEYOND, UNSURE)
+    return whole if steps >= FEW_STEPS else whole.replace(BEYOND, UNSURE).replace(NEAR, UNKNOWN)
 
 
 def caution(steps: int) -> str:

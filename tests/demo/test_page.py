@@ -175,10 +175,10 @@ def test_time_memory_and_rules_are_shown():
 
 
 def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
-    def said(*gaps):
+    def said(*gaps, steps=200):
         runs = [run(f"r{n}", FALLING, gap_percent=gap, gap_noise_percent=0.1) for n, gap in enumerate(gaps)]
         found = report(BASE, *runs)
-        found["plan"] = {**found["plan"], "steps": 200}
+        found["plan"] = {**found["plan"], "steps": steps}
         return PageReader(page.render(found)).headings[0]
 
     assert said(0.0, 0.34) == "r0 and r1 end within seed noise of bf16 (+0.00 %, +0.34 %)"
@@ -188,6 +188,7 @@ def test_headlines_answer_and_claim_no_more_than_one_seed_shows():
     assert said(-0.2, 3.0) == (
         "r1 ends above bf16 by more than seed noise (+3.00 %); r0 ends within seed noise of bf16 (-0.20 %)"
     )
+    assert said(-0.1, steps=8) == "r0 ends near bf16, after too few steps to tell (-0.10 %)"
     assert said(math.nan) == "r0 diverged: the loss is not finite"
     assert "After 40 steps, as here, by more." in page.render(report(BASE, run("r", FALLING, gap_percent=0.1)))
 

@@ -205,3 +205,13 @@ def test_a_long_run_of_a_large_model_stays_below_a_mebibyte():
     )
     assert max(line.count(",") for line in few.split('points="')[1:]) >= POINTS // 2
     assert few.count('<th scope="row">') <= LISTED
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_a_bell_curve_in_fp8_is_healthy(dtype):
+    x = torch.randn(2**16, dtype=torch.float64)
+    multiplier = torch.finfo(dtype).max / x.abs().max()
+    noise = (x * multiplier).to(dtype).double() / multiplier - x
+    sqnr = 10 * torch.log10(x.square().sum() / noise.square().sum()).item()
+    assert 24 < sqnr < 33
+    assert HeatMap("run", [Sample(1, {"layer": {"dy": {"sqnr": sqnr}}})], []).worst() is None
