@@ -16,7 +16,7 @@ from octavo.runtime.contract import ForwardResult
 
 
 def _forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-    """The forward of (AddExtraInput, norm, Linear), or of the same with a MakeExtraOutput before the norm."""
+    """Run the forward of (AddExtraInput, norm, Linear), or of the same with a MakeExtraOutput before the norm."""
     x, extra = inputs[0]
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual = None

@@ -48,7 +48,7 @@ BIAS_ACTIVATION = step("linear-bias-activation", forward=_bias_activation)
 
 
 def _bias_add(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-    """The forward of (Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
+    """Run the forward of (Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
     own, y = _run(configs, inputs)
     y.add_(inputs[-1].extra)
     return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]

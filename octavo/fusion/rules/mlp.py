@@ -25,7 +25,7 @@ from octavo.runtime.contract import LAYERS, Tensors
 def backward(
     configs: Sequence[Any], saved: list[Tensors], buffers: Sequence[Any], grads: Sequence[Tensors], writes: Any
 ) -> list[Tensors]:
-    """The forward of ActivationLinear, with a backward for all three operations."""
+    """Return the gradients of all three operations."""
     first, act, second = configs
     dy = grads[-1][0]
     assert dy is not None
