@@ -249,9 +249,9 @@ def _own_codes(gemm: str, call: Any, inputs: Any, name: str, dy: tuple[Any, Tens
         assert dy is not None
         return quantized_dy(*dy)[place]
     amaxes = RunningAmaxes(*inputs.running_amaxes)
-    cast = call.x_cast if name == "x" else call.w_cast
-    running = amaxes.x if name == "x" else amaxes.w
-    return quantized(call, inputs, cast, getattr(inputs, "x" if name == "x" else "weight"), DENSE, running)[place]
+    of_x, of_w = (call.x_cast, inputs.x, amaxes.x), (call.w_cast, inputs.weight, amaxes.w)
+    cast, operand, running = of_x if name == "x" else of_w
+    return quantized(call, inputs, cast, operand, DENSE, running)[place]
 
 
 def _own_backward(call: Any, inputs: Any, buffers: Any, dy: Tensor, writes: Writes | None) -> Tensors:

@@ -20,21 +20,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo.errors import UnsupportedConfig, check_choice, warn
 from octavo.fusion.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
+from octavo.model import selection
 from octavo.model.conversion import ConversionReport, Row, other_rows
 from octavo.model.high_precision import HIGH_PRECISION
 from octavo.model.layer_lookup import check_model, refuse_parts
 from octavo.model.policy import Policy, PolicyRule
-from octavo.model.selection import (
-    CONVERT,
-    KEEP,
-    NEVER,
-    Plan,
-    PolicyFunction,
-    name_of,
-    qualified,
-    recipe_of,
-    select,
-)
+from octavo.model.selection import CONVERT, Plan, PolicyFunction
 from octavo.model.third_party import third_party_experts
 from octavo.model.third_party.third_party_experts import is_experts, is_third_party
 from octavo.model.third_party.third_party_linear import class_for, is_patched, planned_forward, stock_class, unpatch
@@ -123,7 +114,7 @@ def convert(
     settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
         check_choice(value, (True, False), what=name)
-    chosen = select(
+    chosen = selection.select(
         model, recipe, policy, exclude=exclude, high_precision=high_precision, replace_forward=replace_forward,
         overwrite=overwrite, step=step,
     )  # fmt: skip
@@ -212,7 +203,7 @@ def _raise_refused(plans: list[Plan]) -> None:
         return
     kind = type(refused.module)
     number = 0 if kind is nn.Linear else sum(plan.refused and type(plan.module) is kind for plan in plans)
-    alike = f" ({number} layers are of this class: exclude={qualified(refused.module)})" if number > 1 else ""
+    alike = f" ({number} layers are of this class: exclude={selection.qualified(refused.module)})" if number > 1 else ""
     paths = [plan.path for plan in plans if plan.module is refused.module]
     left_out = repr(paths[0]) if len(paths) == 1 else repr(paths)
     raise UnsupportedConfig(
@@ -232,14 +223,14 @@ def _applied(plan: Plan, strict: bool, settings: dict[str, bool], step: int) -> 
     if converts:
         _change(module, plan.path, choice.recipe, strict)
     for layer in third_party_experts.layers_of(module) or [module]:
-        if converts or (choice.reason == KEEP and not choice.why):
+        if converts or (choice.reason == selection.KEEP and not choice.why):
             for name, value in settings.items():
                 setattr(layer, name, value)
             if "keep_weight_codes" in settings:
                 layer._codes_chosen = True
         if converts:
             layer._follow_schedule(choice.later, step, choice.since)
-    recipe, name, how, why = recipe_of(module), "", "skipped", ""  # a layer left alone may have its own
+    recipe, name, how, why = selection.recipe_of(module), "", "skipped", ""  # a layer left alone may have its own
     if recipe is not None:
         name, (how, why) = str(recipe), route(weights[0].device if weights else torch.device("cpu"), recipe)
     identities = tuple(id(p) for p in weights)
@@ -343,7 +334,7 @@ def _warn_of_experts(plans: list[Plan]) -> None:
     """Warn of experts that were left although they were to be converted: they hold most of a model's weights."""
     left: dict[str, list[str]] = {}
     for plan in plans:
-        if plan.choice.reason == NEVER and not plan.refused and is_experts(plan.module):
+        if plan.choice.reason == selection.NEVER and not plan.refused and is_experts(plan.module):
             left.setdefault(plan.choice.why, []).append(plan.path or "the model")
     for why, paths in left.items():
         warn(
@@ -379,8 +370,8 @@ def _check_revertible(modules: Sequence[tuple[str, nn.Module]], layers: Sequence
         if is_patched(module):
             ours = "octavo.Linear" if isinstance(module, nn.Linear) else "the converted module"
             raise UnsupportedConfig(
-                f"{path or 'The model'}: its forward was replaced by {name_of(module.forward)} on the instance, which "
-                f"would go on calling {ours}'s. Remove it first (accelerate: remove_hook_from_module)."
+                f"{path or 'The model'}: its forward was replaced by {selection.name_of(module.forward)} on the "
+                f"instance, which would go on calling {ours}'s. Remove it first (accelerate: remove_hook_from_module)."
             )
         if is_parametrized(module) and not is_third_party(module):
             raise UnsupportedConfig(

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,9 @@ KINDS = (*HIGH_PRECISION, "small")
 SMALL = 512  # features from which on a layer of the kind "small" is converted
 _PREDICTS = ("lm_head", "classifier", "score", "proj_out", "qa_outputs", "logits", "ctc_proj")
 _CONDITIONS = ("timeembed", "timestepembed", "timetextembed", "tembedder", "adaln", "adalayernorm", "modulation")
-
 _COUNTED = ("pos", "wpe", "type")  # in names of embeddings whose rows are positions or types of tokens
+
+Found = tuple[int, str]  # the id of a layer, and why it stays
 
 
 def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
@@ -30,51 +32,42 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
                 f"high_precision takes kinds out of {KINDS}, got {kind!r}. An empty tuple converts them too; "
                 "exclude= leaves other layers out."
             )
-    spared = {
-        id(m): ("router", "octavo.moe.Router computes in float32") for m in model.modules() if isinstance(m, Router)
-    }
-    if "small" in kinds:
-        spared |= {id(m): ("small", _too_small(m)) for _, m in _linears(model) if _too_small(m)}
-    if "conditioning" in kinds:
-        spared |= {
-            id(m): (
-                "conditioning",
-                "a layer of conditioning has one row for each image or token of time: it gains nothing",
-            )
-            for m in _conditioning(model)
-        }
-    if "adapters" in kinds:
-        for path, module in _linears(model):
-            if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
-                spared[id(module)] = ("adapter", f"a factor ({factor}) of a low-rank adapter stays in high precision")
-    if "routers" in kinds:
-        spared |= {id(module): ("router", "a router stays in high precision") for module in _routers(model)}
-    if "head" in kinds:
-        spared |= {
-            key: ("output head", f"the output head stays in high precision: {why}") for key, why in _heads(model)
-        }
+    in_float32 = ("router", "octavo.moe.Router computes in float32")
+    spared = {id(m): in_float32 for m in model.modules() if isinstance(m, Router)}
+    for kind, (reason, found_in) in _FINDERS.items():
+        if kind in kinds:
+            spared |= {key: (reason, why) for key, why in found_in(model)}
     return spared
 
 
-def _routers(model: nn.Module) -> Iterator[nn.Linear]:
+def _small(model: nn.Module) -> Iterator[Found]:
+    """Yield layers whose products are too small to gain from quantized operands."""
+    for _, module in _linears(model):
+        if (least := min(module.in_features, module.out_features)) < SMALL:
+            yield (
+                id(module),
+                f"{least} is below the {SMALL} inputs and outputs from which on casts take less time than the product "
+                "gains",
+            )
+
+
+def _adapters(model: nn.Module) -> Iterator[Found]:
+    for path, module in _linears(model):
+        if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
+            yield id(module), f"a factor ({factor}) of a low-rank adapter stays in high precision"
+
+
+def _routers(model: nn.Module) -> Iterator[Found]:
     """Yield layers that choose experts: a layer named router, or a gate beside experts."""
     modules = dict(model.named_modules())
     for path, module in _linears(model):
         above, _, name = path.rpartition(".")
         beside = above in modules and "experts" in modules[above]._modules
         if "router" in path.lower().split(".") or (beside and name.lower().endswith("gate")):
-            yield module
+            yield id(module), "a router stays in high precision"
 
 
-def _too_small(module: nn.Linear) -> str:
-    """Return why a layer's products are too small to gain from quantized operands; empty if they are not."""
-    least = min(module.in_features, module.out_features)
-    if least >= SMALL:
-        return ""
-    return f"{least} is below the {SMALL} inputs and outputs from which on casts take less time than the product gains"
-
-
-def _conditioning(model: nn.Module) -> Iterator[nn.Linear]:
+def _conditioning(model: nn.Module) -> Iterator[Found]:
     """Yield layers of time embeddings and of adaptive norms, by the names of modules and classes around them."""
     modules = dict(model.named_modules())
     for path, module in _linears(model):
@@ -82,20 +75,20 @@ def _conditioning(model: nn.Module) -> Iterator[nn.Linear]:
         above = [type(modules[".".join(parts[:i])]).__name__ for i in range(1, len(parts))]
         words = "".join([*parts, *above]).lower().replace("_", "")
         if any(word in words for word in _CONDITIONS):
-            yield module
+            yield id(module), "a layer of conditioning has one row for each image or token of time: it gains nothing"
 
 
-def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield (id, how it was found) of layers that predict tokens or classes. The size of the vocabulary decides only
+def _heads(model: nn.Module) -> Iterator[Found]:
+    """Yield layers that predict tokens or classes. The size of the vocabulary decides only
     for layers outside of modules whose `get_output_embeddings` names a head."""
     known: set[int] = set()
-    yield from _last_heads(model)  # the ways after it say more
-    yield from _named_heads(model, known)
-    yield from _tied_heads(model)
-    yield from (head for head in _vocabulary_heads(model) if head[0] not in known)
+    of_vocabulary = (head for head in _vocabulary_heads(model) if head[0] not in known)
+    # the ways after the first say more
+    found = chain(_last_heads(model), _named_heads(model, known), _tied_heads(model), of_vocabulary)
+    yield from ((key, f"the output head stays in high precision: {why}") for key, why in found)
 
 
-def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]:
+def _named_heads(model: nn.Module, known: set[int]) -> Iterator[Found]:
     """Yield heads that `get_output_embeddings` returns; adds to `known` the ids of all layers in such modules."""
     for module in model.modules():
         ask = getattr(module, "get_output_embeddings", None)
@@ -110,14 +103,14 @@ def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]
             yield from ((id(layer), "get_output_embeddings() returns it") for _, layer in _linears(head))
 
 
-def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _tied_heads(model: nn.Module) -> Iterator[Found]:
     tables = {id(m.weight): path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for _, module in _linears(model):
         if (path := tables.get(id(module._parameters.get("weight")))) is not None:
             yield id(module), f"its weight is {path or 'the model'}'s"
 
 
-def _last_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _last_heads(model: nn.Module) -> Iterator[Found]:
     """Yield the last linear layer outside of numbered blocks, if a name on its path says that it predicts."""
     outside = [(path, m) for path, m in _linears(model) if not any(part.isdigit() for part in path.split("."))]
     if outside and len(list(_linears(model))) > 1:
@@ -127,7 +120,7 @@ def _last_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
             yield id(module), f"it is the last layer, and its name has {name}"
 
 
-def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _vocabulary_heads(model: nn.Module) -> Iterator[Found]:
     """Yield layers with as many outputs as the largest embedding has rows; embeddings of positions and layers inside a
     LayerNormMLP do not count. If a layer also has that many inputs, the number may be a width: then it yields the only
     such layer outside numbered blocks."""
@@ -148,3 +141,10 @@ def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     return ((path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear))
+
+
+# by kind: the reason in a word, and what finds the layers; the reason of a later kind counts
+_FINDERS = {
+    "small": ("small", _small), "conditioning": ("conditioning", _conditioning), "adapters": ("adapter", _adapters),
+    "routers": ("router", _routers), "head": ("output head", _heads),
+}  # fmt: skip

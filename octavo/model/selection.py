@@ -21,17 +21,9 @@ from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig
 from octavo.model.high_precision import in_high_precision
 from octavo.model.policy import MatchedPolicy, Policy, PolicyRule, around, layers_in, matching, near
-from octavo.model.third_party import third_party_experts
+from octavo.model.third_party import third_party_experts, third_party_linear
 from octavo.model.third_party.linear_trial import differs
 from octavo.model.third_party.third_party_experts import is_experts, layers_of
-from octavo.model.third_party.third_party_linear import (
-    clashes,
-    class_for,
-    is_patched,
-    is_plain,
-    patched_reason,
-    planned_forward,
-)
 from octavo.moe.router import Router
 from octavo.ops.inputs import strange
 from octavo.ops.published_codes import unsupported_codes_reason
@@ -358,16 +350,16 @@ def _linear_unsupported_reason(module: nn.Linear, forced: bool) -> str:
     name = qualified(module)
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
-    if why := unsupported_codes_reason(module, ["weight"], own_forward=not is_plain(module)):
+    if why := unsupported_codes_reason(module, ["weight"], own_forward=not third_party_linear.is_plain(module)):
         return why
-    if is_patched(module) and planned_forward(module) is None:
-        return patched_reason(module, name_of(module.forward))
-    if not is_plain(module) and not forced and (why := differs(module)):
+    if third_party_linear.is_patched(module) and third_party_linear.planned_forward(module) is None:
+        return third_party_linear.patched_reason(module, name_of(module.forward))
+    if not third_party_linear.is_plain(module) and not forced and (why := differs(module)):
         return (
             f"it is a {name}, whose own forward would be lost, and which is not F.linear: it {why}. "
             f"replace_forward={name_of(type(module))} replaces that forward by octavo.Linear's"
         )
-    if names := clashes(module):
+    if names := third_party_linear.clashes(module):
         both = ", ".join(names)
         return f"it is a {name}, and has {both} of its own, which octavo.Linear uses. Rename it, or leave the layer out"
     if is_lazy(module.weight):
@@ -377,7 +369,7 @@ def _linear_unsupported_reason(module: nn.Linear, forced: bool) -> str:
     if why := unsupported_dtype_reason(module.weight.dtype):
         return why
     try:
-        class_for(type(module))
+        third_party_linear.class_for(type(module))
     except Exception as error:  # its metaclass or __init_subclass__ may raise
         return f"its class {name} cannot be subclassed ({type(error).__name__}: {error})"
     return ""

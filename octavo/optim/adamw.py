@@ -304,20 +304,12 @@ def _settings(
         return shared[key]
     beta1, beta2 = group["betas"]
     lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-    if on_device:
-        count = step.to(device)
-        numbers = [
-            1 - lr * decay, lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - beta1, beta2, 1 - beta2, eps,
-            *scaler,
-        ]  # fmt: skip
-        found = torch.stack([_number(n, device) for n in numbers])
-    else:
-        rate, steps = float(lr), float(step)
-        root = math.sqrt(1 - beta2**steps)
-        numbers = [1 - rate * decay, rate / (1 - beta1**steps), root, 1 - beta1, beta2, 1 - beta2, eps, *scaler]
-        found = _sent(numbers, torch.float32, device)
-    shared[key] = found
-    return found
+    rate, count = (lr, step.to(device)) if on_device else (float(lr), float(step))
+    root = (torch if on_device else math).sqrt(1 - beta2**count)  # type: ignore[attr-defined]
+    numbers = [1 - rate * decay, rate / (1 - beta1**count), root, 1 - beta1, beta2, 1 - beta2, eps, *scaler]
+    there = torch.stack([_number(n, device) for n in numbers]) if on_device else _sent(numbers, torch.float32, device)
+    shared[key] = there
+    return there
 
 
 def _seed(group: dict[str, Any], number: int, step: Tensor, device: torch.device, shared: dict[Any, Tensor]) -> Tensor:

@@ -9,20 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.checkpoints.published import shards
 from octavo.checkpoints.published.layout_choice import Choice, choose, config_of, entry_for, matches
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
 from octavo.checkpoints.published.loading import decoded
 from octavo.checkpoints.published.loading_plan import CODES
-from octavo.checkpoints.published.shards import (
-    SHARD_BYTES,
-    Planned,
-    config_with,
-    folder_of,
-    other_files,
-    path_of,
-    read_entries,
-    write_folder,
-)
+from octavo.checkpoints.published.shards import Planned
 from octavo.checkpoints.published.tensor_parts import (
     BLOCK,
     PAIR,
@@ -76,7 +68,7 @@ class Weight(NamedTuple):
 
 def rewrite(
     source: Path | str, target: Path | str, layout: str, *, from_layout: str | None = None, ignore: Sequence[str] = (),
-    device: torch.device | None = None, shard_bytes: int = SHARD_BYTES,
+    device: torch.device | None = None, shard_bytes: int = shards.SHARD_BYTES,
     begun: Callable[[int], Callable[[int], None]] = lambda total: lambda done: None,
 ) -> Rewritten:  # fmt: skip
     """Write a folder in a layout, or "bf16" for values. Codes of the same layout are copied; other codes become values
@@ -87,16 +79,18 @@ def rewrite(
     wanted = LAYOUTS.get(layout)
     if wanted is not None and wanted.unpacks:
         raise UnsupportedConfig(f"Octavo reads {layout}, and does not write it. Choose another layout.")
-    folder, place = folder_of(source, "convert-checkpoint"), device or torch.device("cpu")
+    folder, place = shards.folder_of(source, "convert-checkpoint"), device or torch.device("cpu")
     made = _Rewriter(folder, wanted, from_layout, tuple(ignore), place)
     planned = dict(made.planned())
     if wanted is not None and made.writes_codes:
         warn_of_static_scales(wanted)
     config = config_of(folder)
     entry = None if wanted is None else entry_for(wanted, made.left_out)
-    destination = path_of(target, "convert-checkpoint")
-    others = other_files(folder)
-    write_folder(destination, planned, config_with(config, entry), others, shard_bytes, begun(len(planned)))
+    destination = shards.path_of(target, "convert-checkpoint")
+    others = shards.other_files(folder)
+    shards.write_folder(
+        destination, planned, shards.config_with(config, entry), others, shard_bytes, begun(len(planned))
+    )
     return made.report
 
 
@@ -105,7 +99,7 @@ class _Rewriter:
         self, folder: Path, wanted: Layout | None, from_layout: str | None, ignore: tuple[str, ...],
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.entries, self.wanted, self.device, self.ignore = read_entries(folder), wanted, device, ignore
+        self.entries, self.wanted, self.device, self.ignore = shards.read_entries(folder), wanted, device, ignore
         self.report, self.left_out = Rewritten(), list[str]()
         has_codes = any(entry.dtype in CODES for entry in self.entries.values())
         self.choice = choose(folder, from_layout) if has_codes or from_layout else Choice((), ())

@@ -10,20 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.modules import plain_name
+from octavo.checkpoints.published import shards
 from octavo.checkpoints.published.layout_choice import config_of, entry_for
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout, warn_of_static_scales
 from octavo.checkpoints.published.loading import Source, values_of
 from octavo.checkpoints.published.loading_plan import Fill, ModelTensor, layer_of, matched, model_tensors
 from octavo.checkpoints.published.published_names import Piece, ways
-from octavo.checkpoints.published.shards import (
-    SHARD_BYTES,
-    Planned,
-    config_with,
-    folder_of,
-    other_files,
-    path_of,
-    write_folder,
-)
+from octavo.checkpoints.published.shards import Planned
 from octavo.checkpoints.published.tensor_parts import (
     expected,
     in_file,
@@ -52,7 +45,7 @@ def save_fp8(
     *,
     layout: str | None = None,
     like: str | os.PathLike[str] | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = shards.SHARD_BYTES,
 ) -> None:
     """Save a model as a published checkpoint of codes, which servers load.
 
@@ -81,9 +74,9 @@ def save_fp8(
         >>> sorted(os.listdir(path))
         ['config.json', 'model.safetensors']
     """
-    target = path_of(folder, "save_fp8")
+    target = shards.path_of(folder, "save_fp8")
     planned, config, source = _plan(model, layout, like, "save_fp8")
-    write_folder(target, planned, config, () if source is None else other_files(source), shard_bytes)
+    shards.write_folder(target, planned, config, () if source is None else shards.other_files(source), shard_bytes)
 
 
 def fp8_state_dict(
@@ -126,7 +119,7 @@ def _plan(
     if layout is not None:
         check_choice(layout, tuple(LAYOUTS), what="layout")
         return *_by_layout(model, LAYOUTS[layout]), None
-    source = folder_of(like, function)
+    source = shards.folder_of(like, function)
     return _like(model, source), config_of(source), source
 
 
@@ -148,7 +141,7 @@ def _by_layout(model: nn.Module, layout: Layout) -> tuple[dict[str, Planned], di
     _warn_of_values(model, planned)
     own: Any = getattr(model, "config", None)
     config = own.to_dict() if hasattr(own, "to_dict") else {}
-    return planned, config_with(config, entry_for(layout, left_out))
+    return planned, shards.config_with(config, entry_for(layout, left_out))
 
 
 def _warn_of_values(model: nn.Module, planned: dict[str, Planned]) -> None:
