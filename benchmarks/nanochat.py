@@ -148,10 +148,7 @@ def trained(size: Size, recipe: str, arguments: argparse.Namespace, device: torc
     torch.manual_seed(0)
     with device:
         model = Model(size)
-    converted = made(model, recipe, head=arguments.head)
-    for module in model.modules():
-        if arguments.save_original_input and isinstance(module, octavo.Linear):
-            module.save_original_input = True
+    converted = made(model, recipe, head=arguments.head, save_original_input=arguments.save_original_input)
     call: Callable[[Tensor], Tensor] = model
     if arguments.whole:
         call = torch.compile(model, dynamic=False)
@@ -175,7 +172,7 @@ def trained(size: Size, recipe: str, arguments: argparse.Namespace, device: torc
     }  # fmt: skip
 
 
-def made(model: Model, recipe: str, *, head: bool) -> str:
+def made(model: Model, recipe: str, *, head: bool, save_original_input: bool) -> str:
     """Convert a model, unless it is to stay as it is, and return what was converted of it by Octavo."""
     if recipe == TORCHAO:
         from torchao.float8 import convert_to_float8_training
@@ -188,7 +185,8 @@ def made(model: Model, recipe: str, *, head: bool) -> str:
         convert_to_float8_training(model, module_filter_fn=lambda module, name: type(module) is nn.Linear)
     if recipe in (BASELINE, TORCHAO):
         return ""
-    return octavo.convert(model, recipe, **({"high_precision": ()} if head else {})).summary()
+    left = {"high_precision": ()} if head else {}
+    return octavo.convert(model, recipe, save_original_input=save_original_input, **left).summary()
 
 
 def step(call: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from octavo.recipes import Recipe
 from octavo.text import path_names, plural
 
 LITTLE = 0.1  # of the weights: a share below it gains nothing
-SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
+SETTINGS = ("keep_weight_codes", "save_original_input", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 # attributes that must be 0 so that the module calls its layers
 _SHORTCUTS = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor",
@@ -59,6 +59,7 @@ def convert(
     strict: bool = True,
     step: int = 0,
     keep_weight_codes: bool | None = None,
+    save_original_input: bool | None = None,
     fuse_wgrad_accumulation: bool | None = None,
     delay_wgrad_compute: bool | None = None,
 ) -> ConversionReport:
@@ -91,6 +92,7 @@ def convert(
             the graph.
         step: the number of steps that the run has made already, for a policy with rules that begin at a step.
         keep_weight_codes: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
+        save_original_input: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
         fuse_wgrad_accumulation: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's
             own.
         delay_wgrad_compute: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
@@ -110,7 +112,8 @@ def convert(
     """
     check_model(model, "convert", recipe, UnsupportedConfig)
     _refuse_scripted(model)
-    by_name = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
+    given = keep_weight_codes, save_original_input, fuse_wgrad_accumulation, delay_wgrad_compute
+    by_name = dict(zip(SETTINGS, given, strict=True))
     settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
         check_choice(value, (True, False), what=name)

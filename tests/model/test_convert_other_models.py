@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.model.convert import SETTINGS
 from octavo.recipes import SHIPPED
 from tests.support.convertible_models import skipped
 from tests.support.linear_oracle import assert_same, check, spiky
@@ -262,7 +263,7 @@ def test_a_grouped_linear_without_a_recipe_gets_the_one_of_convert():
     assert set(rows) == {"a", "b"}
 
 
-@pytest.mark.parametrize("name", ["keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_layers_go_through(name):
     for value in (True, False):
         model = nn.Sequential(nn.Linear(32, 32), Titan(32, 32), octavo.Linear(32, 32))
