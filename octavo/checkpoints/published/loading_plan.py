@@ -16,7 +16,7 @@ from octavo.checkpoints.published.layout_choice import CONFIG, Choice, choose
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout
 from octavo.checkpoints.published.published_names import Piece, pieces_in
 from octavo.checkpoints.published.shards import read_entries
-from octavo.checkpoints.published.tensor_parts import check_scales, expected, unsupported_columns
+from octavo.checkpoints.published.tensor_parts import Expected, check_scales, expected, unsupported_columns
 from octavo.checkpoints.tensor_file import Entry, read_entry
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 from octavo.model.layer_lookup import joined
@@ -188,12 +188,14 @@ class _Planner:
         """Raise unless the folder has a piece in the dtype and shape that the model and the layout need."""
         layout, shape = fill.layout, fill.shape_of(piece)
         if layout is None:
-            self._check_one(piece.name, "", "values", (*FLOATS, "F64"), (shape,), fill.model_tensor.tensor)
+            is_float = fill.model_tensor.tensor.is_floating_point()
+            dtypes = (*FLOATS, "F64") if is_float else (self.entries[piece.name].dtype,)
+            self._check_one(piece, "values", Expected("", dtypes, (shape,)))
             return
         if why := unsupported_columns(layout, shape[-1]):
             raise self._unfit(piece.name, why, "Pass dequantize= with its name", layout)
         for each in expected(layout, shape):
-            self._check_one(piece.name + each.suffix, each.suffix, layout.name, each.dtypes, each.shapes)
+            self._check_one(piece, layout.name, each)
         scale = f"{piece.module}.{layout.activation_scale}"
         if scale in self.entries:
             self.used.add(scale)
@@ -205,23 +207,19 @@ class _Planner:
                 "Pass dequantize= with the parameter's name", layout,
             )  # fmt: skip
 
-    def _check_one(
-        self, name: str, suffix: str, layout: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
-        tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def _check_one(self, piece: Piece, layout: str, each: Expected) -> None:
+        name = piece.name + each.suffix
         entry = self.entries.get(name)
         if entry is None:
             raise InvalidCheckpoint(
-                f"{self.folder} has codes of {excerpt(name.removesuffix(suffix))} without {excerpt(name)}, which "
+                f"{self.folder} has codes of {excerpt(piece.name)} without {excerpt(name)}, which "
                 f"{layout} has. Without it they are no values. Get the files again, or name another layout=."
             )
-        if tensor is not None and not tensor.is_floating_point():
-            dtypes = (entry.dtype,)
-        if entry.dtype not in dtypes or entry.shape not in shapes:
+        if entry.dtype not in each.dtypes or entry.shape not in each.shapes:
             raise InvalidCheckpoint(
                 f"{excerpt(name)} of {self.folder} is {entry.dtype} {list(entry.shape)}, and {layout} of this model "
-                f"has {' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)} there. Load the "
-                "checkpoint of this model, or name another layout=."
+                f"has {' or '.join(each.dtypes)} {' or '.join(str(list(shape)) for shape in each.shapes)} there. Load "
+                "the checkpoint of this model, or name another layout=."
             )
         self.used.add(name)
 
