@@ -73,10 +73,8 @@ class Plan(NamedTuple):
 
 def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequence[str], ignore: Sequence[str]) -> Plan:
     """Match a model with a folder. Raise for anything that is missing, unknown, or does not fit."""
-    entries = read_entries(folder)
-    made = _Planner(folder, entries, choose(folder, layout), tuple(dequantize))
-    fills = [made.fill(model_tensor) for model_tensor in model_tensors(model)]
-    found = [fill for fill in fills if fill is not None]
+    made = _Planner(folder, layout, tuple(dequantize))
+    found = made.fills(model)
     skipped = made.rest(model, ignore)
     if made.missing:
         raise InvalidCheckpoint(
@@ -85,20 +83,19 @@ def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequenc
             "model.state_dict()."
         )
     _check_ties(found)
-    _check_all_scales(entries, found)
-    return Plan(entries, made.choice, found, skipped)
+    _check_all_scales(made.entries, found)
+    return Plan(made.entries, made.choice, found, skipped)
 
 
 def matched(model: nn.Module, folder: Path) -> Plan:
     """Match a model with the folder that it came from, whether its weights are codes or values."""
-    entries = read_entries(folder)
-    made = _Planner(folder, entries, choose(folder, None), ("*",))
-    fills = [fill for model_tensor in model_tensors(model) if (fill := made.fill(model_tensor)) is not None]
+    made = _Planner(folder, None, ("*",))
+    fills = made.fills(model)
     if made.missing:
         raise InvalidCheckpoint(
             f"{folder} lacks {made.missing[0]} of the model, so the model did not come from there. Pass layout=."
         )
-    return Plan(entries, made.choice, fills, {})
+    return Plan(made.entries, made.choice, fills, {})
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
@@ -119,12 +116,16 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 class _Planner:
     """Collect what was found, and what is missing."""
 
-    def __init__(self, folder: Path, entries: dict[str, Entry], choice: Choice, dequantize: tuple[str, ...]) -> None:
-        self.folder, self.entries, self.choice, self.dequantize = folder, entries, choice, dequantize
+    def __init__(self, folder: Path, layout: str | None, dequantize: tuple[str, ...]) -> None:
+        self.folder, self.dequantize = folder, dequantize
+        self.entries, self.choice = read_entries(folder), choose(folder, layout)
         self.used: set[str] = set()
         self.missing: list[str] = []
         self.skipped: dict[str, str] = {}
-        self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in choice.groups])))
+        self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in self.choice.groups])))
+
+    def fills(self, model: nn.Module) -> list[Fill]:
+        return [fill for model_tensor in model_tensors(model) if (fill := self.fill(model_tensor)) is not None]
 
     def fill(self, model_tensor: ModelTensor) -> Fill | None:
         names = [model_tensor.name, *model_tensor.other_names]
