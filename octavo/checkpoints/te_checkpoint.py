@@ -181,14 +181,13 @@ def _slots(path: str, module: nn.Module, is_operation: bool) -> list[_Slots]:
     """Return the layers of a module that its state has scales of. A GEMM of a module has three in forward, of x, w and
     y, and two in backward, of dy and dx; one of an operation those of x and w, and of dy."""
     forward, backward = (2, 1) if is_operation else (3, 2)
-    found = []
-    layers: list[tuple[str, Any]] = []
+    found, at = [], 0
+    layers: list[tuple[str, Any]] = [(path, module)]
     if isinstance(module, LayerNormLinear | LayerNormMLP):
-        layers = [(joined(path, name), child) for name, child in module.named_children() if isinstance(child, Linear)]
-    elif isinstance(module, Linear | GroupedLinear):
-        layers = [(path, module)]
-    at = 0
+        layers = [(joined(path, name), child) for name, child in module.named_children()]
     for own, layer in layers:
+        if not isinstance(layer, Linear | GroupedLinear):
+            continue
         gemms = range(at, at + layer.scales_per_operand)
         x, w, dy = [forward * i for i in gemms], [forward * i + 1 for i in gemms], [backward * i for i in gemms]
         found.append(_Slots(own, layer, x, w, dy))

@@ -64,8 +64,7 @@ def _run(argv: Sequence[str] | None) -> int:
         for option in ("json", "html"):
             if isinstance(target := getattr(arguments, option, None), str):
                 output.check(target, f"--{option}")
-        code: int = import_module(f"octavo.cli.{COMMANDS[arguments.command]}").run(arguments)
-        return code
+        return import_module(f"octavo.cli.{COMMANDS[arguments.command]}").run(arguments)
     except Unsupported as unsupported_reason:
         output.say(f"{name}: {unsupported_reason}")
         return 2

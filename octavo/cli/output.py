@@ -74,8 +74,7 @@ def deliver(report: Report, text: str, target: str | None) -> None:
 
 def command_line(arguments: Namespace) -> str:
     """Return the command as it can be pasted."""
-    found: str = getattr(arguments, "command_line", "")
-    return found
+    return getattr(arguments, "command_line", "")
 
 
 def say(sentence: str) -> None:

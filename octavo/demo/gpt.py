@@ -109,8 +109,7 @@ class GPT(nn.Module):
         return float((inputs * terms) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(tokens))))
-        return logits
+        return self.head(self.norm(self.blocks(self.bytes(tokens))))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -82,8 +82,7 @@ class Attention(transformer.Attention):
         self.mix = PlainAttention(size, device)
 
     def mixed(self, qkv: Tensor) -> Tensor:
-        y: Tensor = self.mix(qkv)
-        return y
+        return self.mix(qkv)
 
 
 def make_block(size: Size, device: Device = "cpu") -> Block:

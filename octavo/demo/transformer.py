@@ -36,8 +36,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.mixed(self.qkv(x)))
-        return y
+        return self.out(self.mixed(self.qkv(x)))
 
     def mixed(self, qkv: Tensor) -> Tensor:
         """Return rows of mixed values, from rows of q, k and v, side by side."""
@@ -67,8 +66,7 @@ class MLP(nn.Module):
             h = F.silu(gate) * value
         else:
             h = F.gelu(h)
-        y: Tensor = self.down(h)
-        return y
+        return self.down(h)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -92,8 +90,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
-        y: Tensor = x + self.mlp(as_autocast(self.mlp_norm(x)))
-        return y
+        return x + self.mlp(as_autocast(self.mlp_norm(x)))
 
 
 def swiglu_block(size: Size, device: Device = "cpu") -> Block:

@@ -136,8 +136,7 @@ class ChangedLinear(Layer):
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
         kept = inputs.x if config.call.x == "plain" else None
-        made_of: Tensors = inputs._replace(x=kept, bias=None, running_amaxes=(), all_reduced=())
-        return made_of
+        return inputs._replace(x=kept, bias=None, running_amaxes=(), all_reduced=())
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
         call, table, dy = config.call, TABLES.get(config.table, NONE), grads[0]
@@ -208,13 +207,11 @@ def _values(call: Any, inputs: Any, name: str) -> Tensor:
     """Return x or w as it came, or the values of its codes."""
     if name == "x":
         if call.x == "plain":
-            x: Tensor = inputs.x
-            return x
+            return inputs.x
         values = DENSE.given_x(call, inputs).dequantize()
         return values if inputs.x is None else values.view(inputs.x.shape)
     if call.weight != "quantized":
-        weight: Tensor = inputs.weight
-        return weight
+        return inputs.weight
     return LINEAR.weight_values(call, inputs.w_row, tuple(inputs.weight.shape), DTYPES[call.weight_dtype])
 
 
@@ -263,8 +260,7 @@ def _own_backward(call: Any, inputs: Any, buffers: Any, dy: Tensor, writes: Writ
 
 def _input_gradient(call: Any, changes: GemmChanges, inputs: Any, buffers: Any, dy: Tensor) -> Tensor:
     if not changes.changes:
-        dx: Any = _own_backward(call, inputs, buffers, dy, None)[0]
-        return dx  # type: ignore[no-any-return]
+        return _own_backward(call, inputs, buffers, dy, None)[0]  # type: ignore[return-value]
     dy, w = changes.replaced("dy", dy), changes.replaced("w", _values(call, inputs, "w"))
     x = inputs.weight.new_empty(0, w.shape[1])  # no GEMM of dx reads x
     given, plain = _with_values(inputs, x, w), replace(call, x="plain", weight="plain")

@@ -158,8 +158,7 @@ def _forget(layer: Quantized) -> None:
 
 def _switch(layer: Any) -> Switch:
     """Return the switch of the block that a layer is in."""
-    found: Switch = getattr(layer, "inspection", OFF)
-    return found
+    return getattr(layer, "inspection", OFF)
 
 
 def is_inspected(layer: Any) -> bool:

@@ -128,8 +128,7 @@ def _difference(made: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
 
 def _size(values: Tensor) -> Tensor:
     """Return the Euclidean norm, summed in float64: squares of float32 may overflow or vanish."""
-    found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return found
+    return torch.linalg.vector_norm(values, dtype=torch.float64)
 
 
 def _nonzero(values: Tensor) -> Tensor:

@@ -151,5 +151,4 @@ def _default_loss(made: Any) -> Tensor:
         return found.sum()
     generator = torch.Generator("cpu").manual_seed(0)  # the same direction on every device
     direction = torch.randn(found.shape, generator=generator, device="cpu", dtype=torch.float32).to(found.device)
-    value: Tensor = (found.float() * direction).sum() / found.numel() ** 0.5
-    return value
+    return (found.float() * direction).sum() / found.numel() ** 0.5

@@ -171,8 +171,7 @@ def _mean_scale(counts: Sequence[float]) -> float | None:
     whole = sum(counts)
     if not whole:
         return None
-    mean: float = 2.0 ** (sum((LOWEST + place) * count for place, count in enumerate(counts)) / whole)
-    return mean
+    return 2.0 ** (sum((LOWEST + place) * count for place, count in enumerate(counts)) / whole)
 
 
 def _decibels(signal: float, noise: float) -> float | None:

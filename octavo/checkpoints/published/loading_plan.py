@@ -16,7 +16,7 @@ from octavo.checkpoints.published.layout_choice import CONFIG, Choice, choose
 from octavo.checkpoints.published.layouts import FLOATS, LAYOUTS, Layout
 from octavo.checkpoints.published.published_names import Piece, pieces_in
 from octavo.checkpoints.published.shards import read_entries
-from octavo.checkpoints.published.tensor_parts import check_scales, expected, unsupported_columns
+from octavo.checkpoints.published.tensor_parts import Expected, check_scales, expected, unsupported_columns
 from octavo.checkpoints.tensor_file import Entry, read_entry
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 from octavo.model.layer_lookup import joined
@@ -73,10 +73,8 @@ class Plan(NamedTuple):
 
 def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequence[str], ignore: Sequence[str]) -> Plan:
     """Match a model with a folder. Raise for anything that is missing, unknown, or does not fit."""
-    entries = read_entries(folder)
-    made = _Planner(folder, entries, choose(folder, layout), tuple(dequantize))
-    fills = [made.fill(model_tensor) for model_tensor in model_tensors(model)]
-    found = [fill for fill in fills if fill is not None]
+    made = _Planner(folder, layout, tuple(dequantize))
+    found = made.fills(model)
     skipped = made.rest(model, ignore)
     if made.missing:
         raise InvalidCheckpoint(
@@ -85,20 +83,19 @@ def plan(model: nn.Module, folder: Path, layout: str | None, dequantize: Sequenc
             "model.state_dict()."
         )
     _check_ties(found)
-    _check_all_scales(entries, found)
-    return Plan(entries, made.choice, found, skipped)
+    _check_all_scales(made.entries, found)
+    return Plan(made.entries, made.choice, found, skipped)
 
 
 def matched(model: nn.Module, folder: Path) -> Plan:
     """Match a model with the folder that it came from, whether its weights are codes or values."""
-    entries = read_entries(folder)
-    made = _Planner(folder, entries, choose(folder, None), ("*",))
-    fills = [fill for model_tensor in model_tensors(model) if (fill := made.fill(model_tensor)) is not None]
+    made = _Planner(folder, None, ("*",))
+    fills = made.fills(model)
     if made.missing:
         raise InvalidCheckpoint(
             f"{folder} lacks {made.missing[0]} of the model, so the model did not come from there. Pass layout=."
         )
-    return Plan(entries, made.choice, fills, {})
+    return Plan(made.entries, made.choice, fills, {})
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
@@ -119,12 +116,16 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 class _Planner:
     """Collect what was found, and what is missing."""
 
-    def __init__(self, folder: Path, entries: dict[str, Entry], choice: Choice, dequantize: tuple[str, ...]) -> None:
-        self.folder, self.entries, self.choice, self.dequantize = folder, entries, choice, dequantize
+    def __init__(self, folder: Path, layout: str | None, dequantize: tuple[str, ...]) -> None:
+        self.folder, self.dequantize = folder, dequantize
+        self.entries, self.choice = read_entries(folder), choose(folder, layout)
         self.used: set[str] = set()
         self.missing: list[str] = []
         self.skipped: dict[str, str] = {}
-        self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in choice.groups])))
+        self.names = tuple(dict.fromkeys(("", *[row.codes for row, _ in self.choice.groups])))
+
+    def fills(self, model: nn.Module) -> list[Fill]:
+        return [fill for model_tensor in model_tensors(model) if (fill := self.fill(model_tensor)) is not None]
 
     def fill(self, model_tensor: ModelTensor) -> Fill | None:
         names = [model_tensor.name, *model_tensor.other_names]
@@ -188,12 +189,14 @@ class _Planner:
         """Raise unless the folder has a piece in the dtype and shape that the model and the layout need."""
         layout, shape = fill.layout, fill.shape_of(piece)
         if layout is None:
-            self._check_one(piece.name, "", "values", (*FLOATS, "F64"), (shape,), fill.model_tensor.tensor)
+            is_float = fill.model_tensor.tensor.is_floating_point()
+            dtypes = (*FLOATS, "F64") if is_float else (self.entries[piece.name].dtype,)
+            self._check_one(piece, "values", Expected("", dtypes, (shape,)))
             return
         if why := unsupported_columns(layout, shape[-1]):
             raise self._unfit(piece.name, why, "Pass dequantize= with its name", layout)
         for each in expected(layout, shape):
-            self._check_one(piece.name + each.suffix, each.suffix, layout.name, each.dtypes, each.shapes)
+            self._check_one(piece, layout.name, each)
         scale = f"{piece.module}.{layout.activation_scale}"
         if scale in self.entries:
             self.used.add(scale)
@@ -205,23 +208,19 @@ class _Planner:
                 "Pass dequantize= with the parameter's name", layout,
             )  # fmt: skip
 
-    def _check_one(
-        self, name: str, suffix: str, layout: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
-        tensor: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def _check_one(self, piece: Piece, layout: str, each: Expected) -> None:
+        name = piece.name + each.suffix
         entry = self.entries.get(name)
         if entry is None:
             raise InvalidCheckpoint(
-                f"{self.folder} has codes of {excerpt(name.removesuffix(suffix))} without {excerpt(name)}, which "
+                f"{self.folder} has codes of {excerpt(piece.name)} without {excerpt(name)}, which "
                 f"{layout} has. Without it they are no values. Get the files again, or name another layout=."
             )
-        if tensor is not None and not tensor.is_floating_point():
-            dtypes = (entry.dtype,)
-        if entry.dtype not in dtypes or entry.shape not in shapes:
+        if entry.dtype not in each.dtypes or entry.shape not in each.shapes:
             raise InvalidCheckpoint(
                 f"{excerpt(name)} of {self.folder} is {entry.dtype} {list(entry.shape)}, and {layout} of this model "
-                f"has {' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)} there. Load the "
-                "checkpoint of this model, or name another layout=."
+                f"has {' or '.join(each.dtypes)} {' or '.join(str(list(shape)) for shape in each.shapes)} there. Load "
+                "the checkpoint of this model, or name another layout=."
             )
         self.used.add(name)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,21 +104,15 @@ def write_folder(
     is told the number of tensors after each."""
     if folder.exists():
         raise UnsupportedConfig(f"{folder} exists already, and is not overwritten. Name another folder, or remove it.")
-    shards = list(_split(planned, shard_bytes))
-    names = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
-    count = 0
+    shards, counted = list(_split(planned, shard_bytes)), count(1)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
 
     def make(name: str) -> Tensor:
-        nonlocal count
         one = planned[name]
         made = one.make()
         assert made.shape == one.shape and made.dtype == DTYPES[one.dtype], (name, made.shape, made.dtype, one)
-        count += 1
-        written(count)
+        written(next(counted))
         return made
 
     with new_folder(folder) as unfinished:

@@ -74,8 +74,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def render(report: dict[str, Any]) -> str:
     """Return a report as text; "" while it has no row."""
-    text: str = suite_of(report["suite"]).render(report) if has_rows(report) else ""
-    return text
+    return suite_of(report["suite"]).render(report) if has_rows(report) else ""
 
 
 def suite_of(name: str) -> Any:

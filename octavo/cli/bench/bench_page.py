@@ -35,8 +35,7 @@ class Section(NamedTuple):
     def ratio(self, row: Row) -> float | None:
         """Return how many times as fast as the baseline a case is."""
         base = self.baseline()
-        ratio: float | None = None if base is None else base[self.unit] / row[self.unit]
-        return ratio
+        return None if base is None else base[self.unit] / row[self.unit]
 
     def fastest(self, recipe: str = "") -> Row | None:
         """Return the fastest case of Octavo, or of one recipe of Octavo's."""

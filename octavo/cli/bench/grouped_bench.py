@@ -100,8 +100,7 @@ class _Bound(nn.Module):
         self.layer, self.splits, self.first = layer, splits, False if cached else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, self.splits, self.first)
-        return y
+        return self.layer(x, self.splits, self.first)
 
 
 def _low(splits: Tensor, k: int, n: int, recipe: str, cached: bool = False) -> nn.Module:

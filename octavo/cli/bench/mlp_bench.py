@@ -58,8 +58,7 @@ class Stock(nn.Module):
         self.mlp = MLP(hidden, ffn, gated=True).to("cuda", torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(self.norm(x))
-        return y
+        return self.mlp(self.norm(x))
 
 
 def _stock(hidden: int, ffn: int, convert: Callable[[nn.Module], None] | None = None) -> nn.Module:

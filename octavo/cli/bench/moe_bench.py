@@ -183,8 +183,7 @@ class Ours(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         probs, indices = self.router(x)
-        y: Tensor = self.experts(x, indices, probs, is_first_microbatch=self.first)
-        return y
+        return self.experts(x, indices, probs, is_first_microbatch=self.first)
 
 
 class PreferringRouter(router.Router):

@@ -86,8 +86,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 def compiled(module: nn.Module, device: torch.device, mode: str = "default") -> Callable[..., Any]:
     """Return the module compiled as a single graph."""
     settings: dict[str, Any] = {"mode": mode} if device.type == "cuda" else {"backend": backend(device)}
-    call: Callable[..., Any] = torch.compile(module, fullgraph=True, **settings)
-    return call
+    return torch.compile(module, fullgraph=True, **settings)
 
 
 def backend(device: torch.device) -> str:
