@@ -67,12 +67,17 @@ def largest_of(
 ) -> Tensor:  # fmt: skip
     """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column; with `each`,
     then x's columns."""
-    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
+    with torch.no_grad():
+        found = measured((*specs, each), x, weight, as_nodes, splits)
+        return collectives.largest(found, group, where)
+
+
+def measured(specs: Specs, x: Tensor, weight: Tensor, as_nodes: bool, splits: Tensor | None = None) -> Tensor:
+    """Measure x and a weight on this rank, as bits: x's row and column, w's row and column, each column of x."""
+    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), specs, strict=False)
     key = "amaxes(" + ",".join([f"{field}={spec.key}" for field, spec in fields if spec is not None]) + ")"
     more = weight.detach(), None if splits is None else splits.detach()
-    with torch.no_grad():
-        (measured,) = call(Stage("amaxes", key, more, (), False), x.detach(), as_nodes)[:1]
-        return collectives.largest(measured, group, where)
+    return call(Stage("amaxes", key, more, (), False), x.detach(), as_nodes)[0]
 
 
 def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:

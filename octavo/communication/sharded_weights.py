@@ -23,13 +23,13 @@ from octavo._torch.operators import schema, to_copy
 from octavo._torch.tensors import local_part, tree_map, wrapper_subclass
 from octavo.communication import collectives
 from octavo.communication.all_reduced_amaxes import number_of, scales_whole
+from octavo.communication.amax_reduction import measured
 from octavo.communication.groups import name_of, registered_name
 from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
 from octavo.recipes.ambient import process
-from octavo.runtime.call import Stage, call
 from octavo.runtime.contract import LAYERS, WeightCast
 from octavo.runtime.weight_nodes import step_listeners
 from octavo.scaling.delayed_scaling import BUFFER_NAMES
@@ -191,7 +191,10 @@ class WeightSource:
         recipe, layer = self._recipe(), self.layer()
         if why or recipe is None or layer is None:
             self._check_kind(None)
-            self._say(why)
+            if why not in _said:
+                _said.add(why)
+                title = "A layer" if layer is None else layer.op_describe()
+                warn_caller(f"gather_codes: {title} gathers values, because {why}. Such layers send as without it.")
             padded = _padded(values, rows)
             return (padded if param_dtype is None else padded.to(param_dtype),), Gathered(None, ())
         kind = Kind(layer.NAME, recipe.key, self.shape, True)
@@ -224,13 +227,6 @@ class WeightSource:
             )
         self.kind = kind
 
-    def _say(self, why: str) -> None:
-        if why not in _said:
-            _said.add(why)
-            layer = self.layer()
-            title = "A layer" if layer is None else layer.op_describe()
-            warn_caller(f"gather_codes: {title} gathers values, because {why}. Such layers send as without it.")
-
     def _cast(self, layer: Any, recipe: Recipe, values: Tensor, observes: bool) -> Parts:
         """Cast this rank's rows by the scales of the whole weight."""
         kind = Kind(layer.NAME, recipe.key, tuple(values.shape))
@@ -251,9 +247,8 @@ class WeightSource:
     def measure(self, layer: Any, values: Tensor) -> Tensor:
         """Measure this rank's rows, by row and by column, as bits."""
         if self.own_amaxes is None:
-            fields = zip(("w_row", "w_column"), self._specs(), strict=True)
-            key = "amaxes(" + ",".join([f"{field}={spec.key}" for field, spec in fields if scales_whole(spec)]) + ")"
-            self.own_amaxes = call(Stage("amaxes", key, (values, None), (), False), values, False)[0][2:4]
+            specs = [spec if scales_whole(spec) else None for spec in self._specs()]
+            self.own_amaxes = measured((None, None, *specs), values, values, False)[2:4]
         return self.own_amaxes
 
     def observe(self, layer: Any, values: Tensor) -> None:

@@ -49,7 +49,12 @@ class FirstRun:
         """Give the modules the tensors of the first run; raise if a tensor or a setting has changed."""
         for one in self.read:
             if one.version is not None and one.tensor._version != one.version:
-                _refuse(one)
+                is_scale, kind = one.name in SCALES, type(one.module).__name__
+                title = one.module.op_describe() if hasattr(one.module, "op_describe") else kind
+                what = "a scale of fp8-delayed" if is_scale else PARAMETER
+                writes = "octavo.step(), optimizer.step()" if is_scale else "optimizer.step()"
+                shape, now = tuple(one.tensor.shape), one.tensor._version
+                refuse_modified(title, f"{what}, {shape}", one.version or 0, now, writes)
         for then, now in zip(self.settings, _settings(_modules(self.block)), strict=False):
             if then != now:
                 raise UnsupportedConfig(
@@ -90,16 +95,6 @@ def _tensors(module: Any) -> list[_Read]:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _refuse(one: _Read) -> None:
-    module = one.module
-    title = module.op_describe() if hasattr(module, "op_describe") else type(module).__name__
-    is_scale = one.name in SCALES
-    what = "a scale of fp8-delayed" if is_scale else PARAMETER
-    writes = "octavo.step(), optimizer.step()" if is_scale else "optimizer.step()"
-    now = one.tensor._version
-    refuse_modified(title, f"{what}, {tuple(one.tensor.shape)}", one.version or 0, now, writes)
 
 
 def _settings(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:

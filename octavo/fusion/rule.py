@@ -212,7 +212,8 @@ class Rule:
 
     def _check_kind(self, kind: Any) -> None:
         """Refuse a class that the rule cannot tell from its parent."""
-        matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
+        matchers = {"op_matches", "op_layer_config"}
+        matcher = next(parent for parent in kind.__mro__ if not matchers.isdisjoint(parent.__dict__))
         if not (matcher is kind or kind.__module__.startswith("octavo.") or issubclass(kind, BasicOperation)):
             raise UnsupportedConfig(
                 f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "

@@ -45,7 +45,8 @@ def sort_by_rank(index: Tensor, num_experts: int, ranks: int, capacity: int) -> 
     kept = ends.clamp_max(capacity)
     begins = ends[:, -1].cumsum(0) - ends[:, -1]
     row = torch.arange(ranks * capacity, device=index.device, dtype=torch.int64)
-    rank = torch.div(row, capacity, rounding_mode="floor") if not _is_zero(capacity) else row
+    is_zero = isinstance(capacity, int) and capacity == 0
+    rank = row if is_zero else torch.div(row, capacity, rounding_mode="floor")
     within = row - rank * capacity
     none = made.assignments.new_full((1,), -1)
     found = torch.cat([made.assignments, none])[(begins[rank] + within).clamp_max(made.assignments.shape[0])]
@@ -56,7 +57,3 @@ def sort_by_rank(index: Tensor, num_experts: int, ranks: int, capacity: int) -> 
     positions = torch.where(there, owner * capacity + place, -1).to(torch.int32)
     sizes = torch.diff(kept, prepend=kept.new_zeros(ranks, 1)).flatten()
     return Permutation(sizes, positions, assignments)
-
-
-def _is_zero(capacity: int) -> bool:
-    return isinstance(capacity, int) and capacity == 0

@@ -66,7 +66,11 @@ class Router(nn.Linear):
         check_input("Router", x, owner=self)
         weight: Tensor = self.weight
         check_features(x, weight, "Router")
-        plain = x.dtype == weight.dtype == torch.float32 and not _traced_under_autocast(x)
+        # `product` leaves autocast for forward alone: the compiler traces the backward of torch's own product under the
+        # caller's autocast, in 16 bits; that of a node stays in float32
+        kind = x.device.type
+        casts = torch.compiler.is_compiling() and kind != "meta" and torch.is_autocast_enabled(kind)
+        plain = x.dtype == weight.dtype == torch.float32 and not casts
         # float32: autograd makes no other copies; torch.func and torch.jit.trace know operators of torch alone
         if plain or has_transforms() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return product(x.float(), weight.float())
@@ -75,11 +79,3 @@ class Router(nn.Linear):
         key = f"router-logits({dtypes},wants_dx={dx},wants_dw={dw})"
         stage = Stage("router-logits", key, (weight,), (), dx or dw, self.out_features)
         return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)[0]
-
-
-def _traced_under_autocast(x: Tensor) -> bool:
-    """Return whether a compiler traces this call under torch.autocast. `product` leaves autocast for forward alone: the
-    compiler traces the backward of torch's own product under the caller's autocast, in 16 bits; that of a node stays in
-    float32."""
-    kind = x.device.type
-    return torch.compiler.is_compiling() and kind != "meta" and torch.is_autocast_enabled(kind)

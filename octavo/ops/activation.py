@@ -85,24 +85,21 @@ class Activation(FusibleOperation, Settings, nn.Module):
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "glu_interleave_size":
-            self._check_interleave(value)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UnsupportedConfig(
+                    f"glu_interleave_size is how many columns of a, then of b, follow each other: at least 1, got "
+                    f"{value!r}. Leave it out, or set it to None, for two halves."
+                )
+            if value is not None and not ACTIVATIONS[self.NAME].gated:
+                raise UnsupportedConfig(
+                    f"glu_interleave_size={value!r} says how the two halves of a gated activation's x alternate, and "
+                    f"{type(self).__name__} has no halves. Leave it None."
+                )
         elif name == "cache_quantized_input":
             check_choice(value, (True, False), what=f"cache_quantized_input of {type(self).__name__}")
         elif not math.isfinite(value):
             raise UnsupportedConfig(f"{name} of {type(self).__name__} must be a finite number, got {value!r}.")
         return value
-
-    def _check_interleave(self, size: Any) -> None:
-        if size is not None and (type(size) is not int or size < 1):
-            raise UnsupportedConfig(
-                f"glu_interleave_size is how many columns of a, then of b, follow each other: at least 1, got "
-                f"{size!r}. Leave it out, or set it to None, for two halves."
-            )
-        if size is not None and not ACTIVATIONS[self.NAME].gated:
-            raise UnsupportedConfig(
-                f"glu_interleave_size={size!r} says how the two halves of a gated activation's x alternate, and "
-                f"{type(self).__name__} has no halves. Leave it None."
-            )
 
     def _derive_from_settings(self) -> None:
         super()._derive_from_settings()

@@ -16,7 +16,6 @@ from octavo.ops.rotary_layer import Config
 from octavo.ops.settings import Settings
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage, call, takes_nodes
-from octavo.values import Value
 
 
 class RotaryFactors(Settings, nn.Module):
@@ -108,6 +107,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
 
     op_needs_shape = True
     op_inner_outputs = 2
+    op_layer_config = Config
 
     def __init__(
         self, heads: int, head_width: int, *, kv_heads: int | None = None, positions: int, base: float = 10000.0,
@@ -202,10 +202,6 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 "three by itself: Linear(parallel_mode='column', column_blocks=3)."
             )
         return blocks // 3
-
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, Config)
 
     def extra_repr(self) -> str:
         shared = "" if self.kv_heads == self.heads else f"kv_heads={self.kv_heads}, "

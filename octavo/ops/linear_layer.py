@@ -95,7 +95,10 @@ class LinearLayer(Layer):
         x: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
         n, k, device = weight.shape[-2], weight.shape[-1], weight.device
         y = TensorProto((*x.shape[:-1], n), config.y_dtype, device)
-        output, auxiliary = _abstract_quantized_output(config, y) if config.output_parts else (y, ())
+        output, auxiliary = y, tuple[TensorProto, ...]()
+        if config.output_parts:  # y is then an anchor that carries the gradient of its codes
+            output = TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape))
+            auxiliary = tuple([p for p in _parts(config.quant.fprop.left.proto(y)) if p is not None])
         if config.dy_buffers:
             copy = (TensorProto(tuple(x.shape), x.dtype, x.device),) if config.kept_x == "plain" else ()
             auxiliary = (*auxiliary, *abstract_buffers_for_dy(config, rows, y), *copy)
@@ -303,8 +306,3 @@ def _width(config: LinearSettings, kept: Saved) -> int:
     if x is not None:
         return x.shape[0] if config.kept_x == "column" else x.shape[-1]
     return 0
-
-
-def _abstract_quantized_output(config: Any, y: TensorProto) -> tuple[TensorProto, tuple[TensorProto, ...]]:
-    anchor = TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape))
-    return anchor, tuple([p for p in _parts(config.quant.fprop.left.proto(y)) if p is not None])

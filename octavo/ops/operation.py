@@ -122,6 +122,7 @@ class FusibleOperation(NoTorchScript):
     op_memory: ClassVar[tuple[str, str] | None] = None  # keywords for the caller's memory: dx's, y's
     op_needs_shape: ClassVar[bool] = False  # whether its stage needs x's shape: it follows no user's operation in a run
     op_has_groups: ClassVar[bool] = False  # whether it reads sizes of groups, which meta and fake tensors do not have
+    op_layer_config: ClassVar[type | None] = None  # of its stages, if those of no other class have it
     op_is_legacy: ClassVar[bool] = False
     # class attributes, not getattr with a default: a compiler guards on all attributes of a module that misses one
     op_forks: ClassVar[bool] = False
@@ -207,7 +208,7 @@ class FusibleOperation(NoTorchScript):
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         """Return whether a stage with this config belongs to this class."""
-        return False
+        return cls.op_layer_config is not None and isinstance(config, cls.op_layer_config)
 
     # -- channels --------------------------------------------------------------------------------------------------
 

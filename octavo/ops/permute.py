@@ -13,7 +13,6 @@ from octavo.ops.inputs import check_input
 from octavo.ops.operation import Edge, FusibleOperation
 from octavo.runtime.call import Stage
 from octavo.runtime.call_cache import Lookup
-from octavo.values import Value
 
 
 class _RowOperation(FusibleOperation, nn.Module):
@@ -33,10 +32,7 @@ class Permute(_RowOperation):
     and the assignments [rows]. Rows after the last expert are left as the memory was."""
 
     num_extra_inputs = 2
-
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, permute_layer.Config)
+    op_layer_config = permute_layer.Config
 
     def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Permute", x)
@@ -55,10 +51,7 @@ class Unpermute(_RowOperation):
     [..., K] of a permutation, the assignments [rows] and the probabilities [..., K]."""
 
     num_extra_inputs = 3
-
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, unpermute_layer.Config)
+    op_layer_config = unpermute_layer.Config
 
     def op_stage(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Unpermute", x)

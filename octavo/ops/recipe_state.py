@@ -333,10 +333,7 @@ class RecipeState(FusibleOperation, nn.Module):
         """Take the state of a file, or of a copy: a `__deepcopy__` would be found through `torch.compile(layer)` too,
         whose copy would be the plain layer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._listen()
-
-    def _listen(self) -> None:
-        """Make a copy, or a layer from a file, hear the steps of optimizers."""
+        # a copy, or a layer from a file, hears the steps of optimizers
         self._unplaced = True
         optimizer_hooks.listen(self)
         if getattr(self, "parallel", None) is not None:

@@ -15,7 +15,6 @@ from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.runtime.call import Stage
 from octavo.runtime.contract import DTYPE_NAMES
-from octavo.values import Value
 
 T = TypeVar("T")
 
@@ -112,6 +111,7 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
     num_extra_inputs = 1
     op_is_elementwise = True
     _setting_names = ("in_place",)
+    op_layer_config = Config
 
     def __init__(self, *, in_place: bool = False, source: str | None = None) -> None:
         super().__init__()
@@ -171,10 +171,6 @@ class AddExtraInput(FusibleOperation, Settings, nn.Module):
         if x.device != extra.device:
             raise UnsupportedDevice(f"x is on {x.device} and the extra input on {extra.device}. Move them together.")
 
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, Config)
-
     def why_not_fusible(self, x: Any) -> str:
         return "in_place=True writes to the caller's tensor" if self.in_place else ""
 
@@ -212,6 +208,7 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
 
     num_extra_outputs = 1
     op_forks = True
+    op_layer_config = fork_layer.Config
     op_is_elementwise = True
 
     def __init__(self, *, in_place: bool = False, channel: str | None = None, output_to_caller: bool = True) -> None:
@@ -245,7 +242,3 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
         key = f"fork(leads={x.leads},wants_dx={x.requires_grad})"
         y = x._replace(leads=False, made_by="")
         return Stage("fork", key, (), (), x.requires_grad, outputs=(y, y))
-
-    @classmethod
-    def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, fork_layer.Config)

@@ -90,7 +90,7 @@ def _quantize_groups(
     anchor = _anchor(x, source)
     groups = split(sizes, anchor.shape[0])
     made = grouped.quantize_groups(x.detach(), *_parsed(row, column), groups, CastArgs(seed=seed, source=source))
-    parts = [part for t in made if t is not None for part in _crossing(t.q)]
+    parts = [part for t in made if t is not None for part in crossing(t.q)]
     return [anchor, *parts, *groups.tensors()]
 
 
@@ -103,7 +103,7 @@ def _(x: Tensor, sizes: Tensor, seed: Tensor | None, source: Tensor | None, row:
     for spec, side in zip(_parsed(row, column), ORIENTATIONS, strict=True):
         if spec is not None:
             proto = grouped.grouped_proto(spec, padded, number, anchor.shape[1], side, x.dtype, x.device)
-            parts += _crossing(proto.empty())
+            parts += crossing(proto.empty())
     return [anchor, *parts, *[place.empty() for place in places]]
 
 
@@ -111,7 +111,7 @@ def _parsed(row: str, column: str) -> Pair:
     return (parse(row) if row else None), (parse(column) if column else None)
 
 
-def _crossing(q: QTensor) -> list[Tensor]:
+def crossing(q: QTensor) -> list[Tensor]:
     """Return the tensors of q as they leave a node: codes as bytes, which have no gradient, and the scale flat."""
     level2 = [] if q.global_scale is None else [q.global_scale]
     return [q.codes.view(torch.uint8), q.scale.as_strided((q.scale.numel(),), (1,)), *level2]

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.cast_checks import check_float
 from octavo.quant.grouped import GroupedTensor, grouped_assemble, grouped_proto
+from octavo.quant.grouped_cast import crossing
 from octavo.quant.groups import BLOCK, Groups, abstract, split
 from octavo.quant.groups.reference import places
 from octavo.quant.qtensor import QTensor
@@ -183,6 +184,4 @@ def _(codes: Tensor, scale: Tensor, sizes: Tensor, source: Tensor | None, quanti
     where = abstract(rows, number, codes.device)
     padded = where[2].shape[0] * BLOCK
     proto = grouped_proto(spec, padded, number, codes.shape[1] * spec.fmt.packed, "row", torch.bfloat16, codes.device)
-    q = proto.empty()
-    flat = q.scale.as_strided((q.scale.numel(),), (1,))
-    return [q.codes.view(torch.uint8), flat, *[place.empty() for place in where]]
+    return [*crossing(proto.empty())[:2], *[place.empty() for place in where]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from octavo import values
 from octavo.quant.proto import TensorProto
 from octavo.runtime.gradient_targets import Writes
 
-C = TypeVar("C")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs name them
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = tuple[Tensor | None, ...]
@@ -70,7 +69,7 @@ class Layer:
         self.Intermediates = intermediates  # tensors that forward makes for backward alone
         self.Saved = saved  # tensors that backward needs
         self.Buffers = buffers  # tensors that backward writes to besides its results
-        self.config: Callable[[str], Any] = _reader(config)  # parses a config's string; cached
+        self.config: Callable[[str], Any] = lru_cache(maxsize=4096)(values.parse)  # parses a config's string
         self.title: str = config.registered_name  # for messages and reports
         LAYERS[config.registered_name] = self
 
@@ -242,18 +241,6 @@ def import_layers(room: str, path: Iterable[str]) -> None:
     for module in iter_modules(path):
         if module.name.endswith("_layer"):
             import_module(f"{room}.{module.name}")
-
-
-def _reader(kind: type[C]) -> Callable[[str], C]:
-    """Return a cached function that parses a config's string."""
-
-    @lru_cache(maxsize=4096)
-    def config(key: str) -> C:
-        parsed = values.parse(key)
-        assert isinstance(parsed, kind)
-        return parsed
-
-    return config
 
 
 def wanted_protos(

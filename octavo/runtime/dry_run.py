@@ -55,19 +55,16 @@ class tried:
         self.before = _values_asked_for()
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if _is_about_values(error) or (error is None and _values_asked_for() > self.before):
+        asks = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        # the compiler's, by name: its module is not imported
+        asks = asks or type(error).__name__ == "GuardOnDataDependentSymNode"
+        if asks or (error is None and _values_asked_for() > self.before):
             raise TypeError(
                 f"{self.where} asks what is in a tensor, and is run without data to learn shapes. Leave out .item(), "
                 f"bool() of a tensor and sizes that follow from values{self.otherwise}."
             ) from error
         if error is not None and kind is not Miscounted:
             error.add_note(f"Raised by {self.where}, which is run without data to learn shapes.")
-
-
-def _is_about_values(error: Any) -> bool:
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return True
-    return type(error).__name__ == "GuardOnDataDependentSymNode"  # the compiler's, by name: its module is not imported
 
 
 def _values_asked_for() -> int:

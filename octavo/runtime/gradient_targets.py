@@ -56,9 +56,29 @@ class Target:
         self._loose: Tensor | None = None
 
     def open(self, rows: int, columns: int) -> Tensor:
-        """Return the buffers as [rows, columns], to write to or add to."""
-        matrix, self._loose = open_buffers(self.buffers, rows, columns)
-        return matrix
+        """Return the buffers, below each other, as one matrix [rows, columns], to write to or add to: a view. Where
+        they are not adjacent in memory, or a weight is frozen, it is a matrix of zeros, which `close` spreads."""
+        buffers, self._loose = self.buffers, None
+        each = rows // len(buffers)
+        parts = [gradient_matrix(t, each, columns) for t in buffers if not is_nothing(t)]
+        if len(buffers) == 1 and parts:
+            return parts[0]
+        for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
+            if not part.is_contiguous():
+                raise UnsupportedShape(
+                    "weight.main_grad of a group must be contiguous, so that dw lands in it; got "
+                    f"{tuple(buffer.shape)} with strides {buffer.stride()}. Make it contiguous."
+                )
+        # adjacent buffers are one matrix for the GEMM, which adds to them without a copy
+        joined = joined_rows(parts) if len(parts) == len(buffers) else None
+        if joined is not None:
+            return joined
+        spans = sorted([span(part) for part in parts])
+        if any([end > start for (_, end), (start, _) in pairwise(spans)]):
+            raise UnsupportedConfig("weight.main_grad of two groups overlap. Give each group memory of its own.")
+        # float32, whatever the buffers are: dw is rounded once, when it is spread
+        self._loose = torch.zeros(rows, columns, dtype=torch.float32, device=buffers[0].device)
+        return self._loose
 
     def close(self) -> None:
         """Finish the write: add or copy dw to buffers that are not adjacent."""
@@ -92,32 +112,6 @@ class LazyTarget:
         self._open_target.close()
         self._open_target = None
         self.done()
-
-
-def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Return gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view.
-    Where they are not adjacent in memory, or a weight is frozen, both results are a matrix of zeros, which `spread`
-    adds or copies to the buffers."""
-    each = rows // len(buffers)
-    parts = [gradient_matrix(t, each, columns) for t in buffers if not is_nothing(t)]
-    if len(buffers) == 1 and parts:
-        return parts[0], None
-    for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
-        if not part.is_contiguous():
-            raise UnsupportedShape(
-                f"weight.main_grad of a group must be contiguous, so that dw lands in it; got {tuple(buffer.shape)} "
-                f"with strides {buffer.stride()}. Make it contiguous."
-            )
-    # adjacent buffers are one matrix for the GEMM, which adds to them without a copy
-    joined = joined_rows(parts) if len(parts) == len(buffers) else None
-    if joined is not None:
-        return joined, None
-    spans = sorted([span(part) for part in parts])
-    if any([end > start for (_, end), (start, _) in pairwise(spans)]):
-        raise UnsupportedConfig("weight.main_grad of two groups overlap. Give each group memory of its own.")
-    # float32, whatever the buffers are: dw is rounded once, when it is spread
-    loose = torch.zeros(rows, columns, dtype=torch.float32, device=buffers[0].device)
-    return loose, loose
 
 
 def nothing(device: torch.device) -> Tensor:

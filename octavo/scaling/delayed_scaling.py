@@ -301,8 +301,12 @@ class DelayedScaling:
         if self.is_late():
             attached = any(module in attachment.layers for attachment in list(ATTACHMENTS))
             if not attached or self._updates >= CLOSURES:
-                for other in list(_LISTENERS):  # once for all that are late now
-                    other._scaling.said = other._scaling.said or _will_be_late(other)
+                for other in list(_LISTENERS):  # once for all that are late now, or at their next forward
+                    scaling, own = other._scaling, other._parameters.get(other._names_of_weights()[0])
+                    now = None if own is None or own.is_inference() else own._version
+                    moved = scaling._version is not None and now != scaling._version
+                    is_late = scaling._updates + moved >= 2 or scaling._forwards + 1 >= PATIENCE
+                    scaling.said = scaling.said or is_late
                 self.said = True
                 say_late()
         if self.origin == "weights":
@@ -383,14 +387,6 @@ def say_late() -> None:
         "so the scales are out of date. Call it once after every optimizer.step(), or call "
         "octavo.attach(model, optimizer) once, with the optimizer that updates them."
     )
-
-
-def _will_be_late(module: Any) -> bool:
-    """Return whether a step will be overdue at the module's next forward."""
-    scaling, weight = module._scaling, module._parameters.get(module._names_of_weights()[0])
-    version = None if weight is None or weight.is_inference() else weight._version
-    moved = scaling._version is not None and version != scaling._version
-    return bool(scaling._updates + moved >= 2 or scaling._forwards + 1 >= PATIENCE)
 
 
 def _cast(recipe: Delayed) -> OperandMask:

@@ -125,7 +125,11 @@ class WeightCache:
                 self.drop(module)
             self._shape = weight.shape
             kind = Kind(module.NAME, recipe.key, tuple(weight.shape))
-            made = self._missing(module, kind.config, weight, column)
+            described = module.LAYER.abstract_weight(kind.config, TensorProto.of(weight.detach()))
+            made = {
+                side: room_of(proto) for side, proto in zip(ORIENTATIONS, described, strict=True)
+                if proto is not None and (column or side == "row") and not self.has(module, side)
+            }  # fmt: skip
             row, columns = (made.get(side) or self.parts(module, side) for side in ORIENTATIONS)
             known = self._weights
             self._weights = None  # unknown until the cast is done
@@ -147,14 +151,6 @@ class WeightCache:
         if not any([w.is_inference() for w in parts]):  # they have no version: their codes are never trusted
             self._states = [state_of(w) for w in parts]
             self._weights = [id(w) for w in parts]  # last: from here on other threads take the codes
-
-    def _missing(self, module: Any, config: Any, weight: Tensor, column: bool) -> dict[str, Parts]:
-        """Make memory for the codes that are missing, by orientation."""
-        row_proto, column_proto = module.LAYER.abstract_weight(config, TensorProto.of(weight.detach()))
-        protos = {"row": row_proto, "column": column_proto if column else None}
-        return {
-            side: room_of(proto) for side, proto in protos.items() if proto is not None and not self.has(module, side)
-        }
 
     @property
     def is_cold(self) -> bool:

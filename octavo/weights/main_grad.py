@@ -67,25 +67,21 @@ def _main_grads(weights: Sequence[Any], device: torch.device) -> list[Tensor]:
 def _find(weight: Any, device: torch.device) -> Tensor:
     getter = getattr(weight, "get_main_grad", None)
     buffer: Any = getter() if getter is not None else getattr(weight, "main_grad", None)
-    if why := _unsuitable(buffer, device):
+    if not isinstance(buffer, Tensor):
+        why = "None" if buffer is None else f"a {type(buffer).__name__}"
+    elif buffer.device != device:
+        why = f"on {buffer.device}, where its weight is on {device},"
+    else:
+        why = _unwritable(buffer)
+    if why:
         where = "get_main_grad()" if getter is not None else "main_grad"
         raise UnsupportedConfig(
             f"fuse_wgrad_accumulation=True adds dw to the tensor weight.{where}, which is {why} for this weight of "
             f"{tuple(weight.shape)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before "
             "backward, or build the layer without fuse_wgrad_accumulation."
         )
-    return buffer
-
-
-def _unsuitable(buffer: Any, device: torch.device) -> str:
-    """Return what a buffer is that dw cannot be added to, whatever its sizes are; empty if dw can."""
-    if buffer is None:
-        return "None"
-    if not isinstance(buffer, Tensor):
-        return f"a {type(buffer).__name__}"
-    if buffer.device != device:
-        return f"on {buffer.device}, where its weight is on {device},"
-    return _unwritable(buffer)
+    found: Tensor = buffer
+    return found
 
 
 @while_tracing

@@ -141,7 +141,12 @@ class BasicOperation(FusibleOperation, nn.Module):
         constants = self._constants(kwargs)
         inputs = (*own, *extra_inputs, *given)
         wanted = (x.requires_grad, *[wants_gradient(t) for t in inputs])
-        key, width = self._settings_key(), last_dim(x)
+        settings = self.op_config()
+        if settings is not None and not isinstance(settings, Value):
+            raise TypeError(
+                f"{type(self).__name__}.op_config returns a registered octavo.values.Value or None, got {settings!r}."
+            )
+        key, width = "" if settings is None else settings.key, last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extra_inputs, *given)]]
         found = stage_plan(self.op_name, key, constants, wanted, sketches)
         if not found:  # plan for these sizes alone
@@ -177,14 +182,6 @@ class BasicOperation(FusibleOperation, nn.Module):
                 text = _traced(value) if compiling else written(value, f"{type(self).__name__}.{name}")
                 found += f"('{name}',{text},),"
         return f"({found})"
-
-    def _settings_key(self) -> str:
-        settings = self.op_config()
-        if settings is not None and not isinstance(settings, Value):
-            raise TypeError(
-                f"{type(self).__name__}.op_config returns a registered octavo.values.Value or None, got {settings!r}."
-            )
-        return "" if settings is None else settings.key
 
 
 def is_constant(value: Any) -> bool:

@@ -98,7 +98,16 @@ def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto,
 
 def split(splits: Tensor, rows: int) -> Groups:
     """Return groups of these sizes, in a packed tensor of `rows` rows. Reads nothing of a GPU on the host."""
-    _check(splits, rows)
+    if not isinstance(splits, Tensor):
+        raise UnsupportedDtype(f"Group sizes must be a tensor, got {type(splits).__name__}. Use torch.as_tensor first.")
+    if splits.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"Group sizes must be int32 or int64, got {splits.dtype}. Use .to(torch.int32).")
+    if splits.dim() != 1:
+        raise UnsupportedShape(
+            f"Group sizes must be a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
+            "Give one size for each group."
+        )
+    _check_number(splits.shape[0], rows)
     groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
         check_values(splits, rows)
@@ -116,19 +125,6 @@ def equal(number: int, size: int, device: torch.device) -> Groups:
     groups = Groups._make((*memory.split_with_sizes(sizes), number * size))
     backend.implementation(__name__, memory).split(None, size, groups)
     return groups
-
-
-def _check(splits: Tensor, rows: int) -> None:
-    if not isinstance(splits, Tensor):
-        raise UnsupportedDtype(f"Group sizes must be a tensor, got {type(splits).__name__}. Use torch.as_tensor first.")
-    if splits.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedDtype(f"Group sizes must be int32 or int64, got {splits.dtype}. Use .to(torch.int32).")
-    if splits.dim() != 1:
-        raise UnsupportedShape(
-            f"Group sizes must be a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
-            "Give one size for each group."
-        )
-    _check_number(splits.shape[0], rows)
 
 
 def check_values(splits: Tensor, rows: int) -> None:

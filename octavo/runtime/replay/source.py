@@ -81,7 +81,7 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
             continue  # not allocated here, or another line uses it as it is
         lines = [*lines[:i], *lines[i + 1 :]]
         lines[at] = Line(f"{one[0]} = {forms[one[0]]}", (), one, idle=True)
-        return in_form([readdressed(other, first[0], one[0]) for other in lines], forms, returned)
+        return in_form([readdressed(other, {first[0]: (one[0], 0)}) for other in lines], forms, returned)
     return lines
 
 
@@ -109,14 +109,6 @@ def with_aliases(
         there.update(line.makes)
         kept.append(line)
     return needed(kept, returned)
-
-
-def readdressed(line: Line, old: str, new: str) -> Line:
-    """Return the line, with the address of one tensor replaced by that of another."""
-    if old not in line.addresses:
-        return line
-    addresses = tuple(new if name == old else name for name in line.addresses)
-    return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", address(new), line.text), addresses=addresses)
 
 
 def with_late_allocations(lines: list[Line]) -> list[Line]:
@@ -151,17 +143,18 @@ def with_one_fill(lines: list[Line], returned: set[str], zeros: Callable[[int], 
         if one in line.makes:
             kept.append(Line(f"{one} = {zeros(total)}", (), (one,)))
         elif not starts.keys() & set(line.makes):
-            kept.append(_moved(line, starts, one))
+            kept.append(readdressed(line, {name: (one, start) for name, start in starts.items()}))
     return kept
 
 
-def _moved(line: Line, starts: dict[str, int], one: str) -> Line:
-    """Return the line, with places in one tensor for the addresses of several."""
+def readdressed(line: Line, places: dict[str, tuple[str, int]]) -> Line:
+    """Return the line, with the addresses of some tensors replaced by places in others: so many bytes from where these
+    begin."""
     text = line.text
-    for name in starts.keys() & set(line.addresses):
-        place = address(one) + (f" + {starts[name]}" if starts[name] else "")
-        text = re.sub(rf"\b{re.escape(address(name))}", place, text)
-    addresses = dict.fromkeys(one if name in starts else name for name in line.addresses)
+    for name in places.keys() & set(line.addresses):
+        root, offset = places[name]
+        text = re.sub(rf"\b{re.escape(address(name))}", address(root) + (f" + {offset}" if offset else ""), text)
+    addresses = dict.fromkeys(places[name][0] if name in places else name for name in line.addresses)
     return line._replace(text=text, addresses=tuple(addresses))
 
 
