@@ -5,39 +5,47 @@ values of the row codes, which a cast by row leaves as they are.
 
 Backward casts this rank's rows of dy as the layer would cast all of them, and gathers the codes. Autograd passes a
 tensor of one stored element in the place of dy, and the codes as its attribute. That element is NaN: an operation that
-did not know of the codes would be seen.
+did not know of the codes would be seen. In a graph AOTAutograd traces this backward, and that of the layer's node after
+it, which takes the codes.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo import values
 from octavo._torch.dispatcher import dispatch_depth, is_batched
+from octavo._torch.tracing import in_graph
 from octavo.communication import collectives
-from octavo.communication.all_reduced_amaxes import WHOLE
-from octavo.quant.qtensor import QTensor
+from octavo.communication.all_reduced_amaxes import WHOLE, scales_whole
+from octavo.quant.qtensor import Parts, QTensor
+from octavo.quant.quantizer import Quantizer
+from octavo.runtime.call import Stage, call
 from octavo.runtime.eager import DY_CODES
 
-Cast = Callable[[Tensor], QTensor]  # this rank's rows of dy, as one process would cast them
+
+class DyCast(NamedTuple):
+    """A cast of rows of dy, as one process would cast them."""
+
+    spec: str  # the key of the quantizer
+    inverse_scale: Tensor | None = None  # delayed
+    running_amax: Tensor | None = None  # delayed, in training
 
 
 class _ScatteredSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, cast: Cast, size: int, group: str, where: str) -> Tensor:
+    def forward(ctx: Any, y: Tensor, cast: DyCast, as_nodes: bool, size: int, group: str, where: str) -> Tensor:
         ctx.call = size, group, where
-        ctx.cast = cast
+        ctx.cast, ctx.as_nodes = cast, as_nodes
         return collectives.scatter_sum(y, size, group, where)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        more = None, None, None, None
-        reads_gradients = torch.is_anomaly_enabled()  # it takes the NaN for one of the program
-        if torch.is_grad_enabled() or type(dy) is not Tensor or dispatch_depth() or is_batched(dy) or reads_gradients:
+        more, (size, group, where) = (None,) * 5, ctx.call
+        if not ctx.as_nodes and _takes_values(dy):
             return collectives.gather(dy, *ctx.call), *more
-        size, group, where = ctx.call
-        q = collectives.gather_codes(ctx.cast(dy), size, group, where)
+        q = collectives.gather_codes(_rows_cast(ctx.cast, group, where, dy, ctx.as_nodes), size, group, where)
         if q.spec.block != WHOLE:
             return q.dequantize(), *more
         token = dy.new_full((1,), float("nan")).expand(q.shape)
@@ -45,8 +53,39 @@ class _ScatteredSum(torch.autograd.Function):
         return token, *more
 
 
-def scattered_sum(y: Tensor, cast: Cast, size: int, group: str, where: str) -> Tensor:
+def _takes_values(dy: Any) -> bool:
+    """Return whether an eager backward gathers values: something besides the layer's node might read the gradient."""
+    reads_gradients = torch.is_anomaly_enabled()  # it takes the NaN for one of the program
+    return bool(
+        torch.is_grad_enabled() or type(dy) is not Tensor or dispatch_depth() or is_batched(dy) or reads_gradients
+    )
+
+
+def scattered_sum(y: Tensor, cast: DyCast, size: int, group: str, where: str) -> Tensor:
     """Sum over ranks, and return this rank's part of the rows; `cast` quantizes rows of dy."""
     collectives.check_divides(y.shape, size, where)
-    found: Tensor = _ScatteredSum.apply(y, cast, size, group, where)  # type: ignore[no-untyped-call]
+    ranks = size, group, where
+    if torch.compiler.is_compiling():
+        state = () if cast.inverse_scale is None else (cast.inverse_scale,)
+        amax = () if cast.running_amax is None else (cast.running_amax,)
+        return _sum_in_graph(y, cast.spec, state, amax, *ranks)[0]
+    found: Tensor = _ScatteredSum.apply(y, cast, False, *ranks)  # type: ignore[no-untyped-call]
     return found
+
+
+@in_graph
+def _sum_in_graph(y: Tensor, spec: str, scale: Parts, amax: Parts, size: int, group: str, where: str) -> Parts:
+    cast = DyCast(spec, scale[0] if scale else None, amax[0] if amax else None)
+    return (_ScatteredSum.apply(y, cast, True, size, group, where),)  # type: ignore[no-untyped-call]
+
+
+def _rows_cast(cast: DyCast, group: str, where: str, dy: Tensor, as_nodes: bool) -> QTensor:
+    """Return the codes of this rank's rows of dy."""
+    spec: Quantizer = values.parse(cast.spec)
+    bits = None
+    if cast.inverse_scale is None and scales_whole(spec):
+        measured = call(Stage("amaxes", f"amaxes(x_row={spec.key})", (dy, None), (), False), dy, as_nodes)[0]
+        bits = collectives.largest(measured[:1], group, where)
+    stage = Stage("dy-cast", f"dy-cast(spec={spec.key})", (cast.inverse_scale, cast.running_amax, bits), (), False)
+    parts = call(stage, dy, as_nodes)[1:]
+    return spec.assemble(parts, tuple(dy.shape), dy.dtype)
