@@ -80,9 +80,9 @@ class Inspected(Quantized):
             return parallel
         return parallel._replace(gather_again=False)  # backward measures dw from x's codes of all ranks, too
 
-    def _dy_cast(self, stage: Stage, parallel: Parallel, where: str) -> Any:
+    def _dy_cast(self, stage: Stage, parallel: Parallel) -> Any:
         """Have values of dy gathered in the block, which measures them."""
-        return None if _switch(self).inside else _own(self, "_dy_cast")(stage, parallel, where)
+        return None if _switch(self).inside else _own(self, "_dy_cast")(stage, parallel)
 
     def _run_node(self, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...] | None = None) -> Any:
         run, stats = _own(self, "_run_node"), self._hidden._buffers.get(STATS)

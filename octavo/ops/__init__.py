@@ -31,7 +31,8 @@ Layers of GEMMs:
     grouped_parameters      one parameter for all groups, or one for each
     split_layer             a layer with a part of a weight: collectives before and after its node
     shard_cast_layer        the cast of a rank's own rows, before they are gathered
-    dy_codes                the cast of a rank's own rows of dy, before they are gathered
+    dy_cast_layer           the cast of a rank's own rows of dy, before they are gathered
+    dy_codes                whether rows of dy are cast, and how
     dtensor_calls           a Linear whose weight a plan of torch has split
     raise_amax_layer        the running amax of x, where its cast is not the layer's own node
     amaxes_layer            the amaxes that ranks reduce before they cast

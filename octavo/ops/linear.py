@@ -18,7 +18,7 @@ from octavo.communication import collectives
 from octavo.communication.gathered_rows import gathered, rows_of_all
 from octavo.communication.groups import Group, size_of
 from octavo.communication.rank_checks import number_layer
-from octavo.communication.scattered_sum import Cast
+from octavo.communication.scattered_sum import DyCast
 from octavo.communication.shared_rows import SharedRows
 from octavo.communication.tensor_parallel import (
     SPLIT,
@@ -347,13 +347,13 @@ class Linear(SplitLayer, nn.Linear):
         if column:
             mark_blocks(y, parallel)
         else:
-            scatters = parallel.sequence and stage.needs and not as_nodes
-            y = self.op_finish(y, self._dy_cast(stage, parallel, where) if scatters else None)
+            scatters = parallel.sequence and stage.needs and (not as_nodes or torch.compiler.is_compiling())
+            y = self.op_finish(y, self._dy_cast(stage, parallel) if scatters else None)
         return (y, self._bias_of_caller()) if self.return_bias else y
 
-    def _dy_cast(self, stage: Stage, parallel: Parallel, where: str) -> Cast | None:
+    def _dy_cast(self, stage: Stage, parallel: Parallel) -> DyCast | None:
         """Return the cast of a rank's rows of dy before they are gathered; None if values are."""
-        return cast_of_dy(stage, parallel.group, where, parallel.row_codes_only)
+        return cast_of_dy(stage, parallel.row_codes_only)
 
     def _bias_of_caller(self) -> Tensor | None:
         """Return the bias for a caller that adds it."""

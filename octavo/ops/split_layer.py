@@ -10,7 +10,7 @@ from octavo.communication.all_reduced_amaxes import scales_whole
 from octavo.communication.amax_reduction import all_reduced_weight
 from octavo.communication.groups import Group
 from octavo.communication.rank_checks import check_ranks, number_layer
-from octavo.communication.scattered_sum import Cast, scattered_sum
+from octavo.communication.scattered_sum import DyCast, scattered_sum
 from octavo.communication.tensor_parallel import Parallel, parallel_of, summed_gradient
 from octavo.errors import UnsupportedConfig
 from octavo.ops.quantized import Quantized
@@ -55,7 +55,7 @@ class SplitLayer(Quantized):
             return x
         return summed_gradient(x, parallel.group, self._name_for_collectives())
 
-    def op_finish(self, y: Tensor, cast: Cast | None = None) -> Tensor:
+    def op_finish(self, y: Tensor, cast: DyCast | None = None) -> Tensor:
         """Return y summed over ranks, and its bias added. `cast` quantizes dy before it is gathered."""
         parallel = self._split_over_ranks()
         if parallel is None or parallel.mode == "column":

@@ -51,6 +51,7 @@ from octavo.runtime import chain
 from octavo.runtime.caller_memory import begin_write, begin_write_at, keep
 from octavo.runtime.contract import ForwardResult, pack
 from octavo.runtime.digest import DIGEST
+from octavo.runtime.eager import DY_CODES
 from octavo.runtime.modified import explain_modified, title_of
 from octavo.runtime.node_call import NodeCall, cached, fakes, listed, node_call
 from octavo.runtime.split_backward import KeptGradients, kept, of_pass
@@ -143,9 +144,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         explain_modified(error, title_of(None, parsed.layer), ctx.call)
         raise
     # a node's tensors are fixed when it is traced: an output without a gradient counts as zero
-    given = zip(ctx.outputs, grads, strict=False)
+    given, mask = zip(ctx.outputs, grads, strict=False), ctx.mask
     dys = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g for p, g in given]
-    made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
+    codes = getattr(grads[0], DY_CODES, None)
+    if codes is not None:  # of dy, which is then a tensor in its place
+        dys, mask = [*dys, *codes.tensors()], f"{ctx.mask}|{codes.spec.key}"
+    made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, mask, ctx.copies)
     results, copies = iter(made), iter(made[len(made) - len(parsed.gradient_buffers) :])
     places = parsed.presence.starts  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):

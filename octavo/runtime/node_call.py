@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import values
 from octavo._torch.autograd import current_graph_task, saved_tensors_hooks
 from octavo._torch.tracing import moves_saved_tensors
 from octavo.errors import UnsupportedConfig
@@ -48,6 +49,11 @@ def layer_of_node(name: str) -> Layer:
     return _Crossing(LAYERS[name])
 
 
+@lru_cache(maxsize=256)
+def _quantizer(key: str) -> Any:
+    return values.parse(key)
+
+
 class NodeCall:
     """A node's call string, parsed, and what its operators do."""
 
@@ -81,8 +87,9 @@ class NodeCall:
         saved, dys = self.split(tensors, mask)
         own = self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
         copied = [tensors[at] for at in self.gradient_buffers.values()] if copies else []
+        given = self.codes_of_dy(tensors, mask, dys)
         tensors.clear()
-        found = self.returned(self.layer.backward(self.config, saved, own, dys))
+        found = self.returned(self.layer.backward(self.config, saved, own, dys, **given))
         return [*found, *[t.clone() for t in copied]]
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
@@ -119,8 +126,18 @@ class NodeCall:
 
     def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
         """Split the tensors after the buffers: those that `save` chose, and a gradient for each output."""
-        rest, kept = tensors[self.written :], packing(mask)
-        return list(kept.unpack(rest)), tuple(rest[kept.count :])
+        marks, _, spec = mask.partition("|")
+        rest, kept = tensors[self.written :], packing(marks)
+        return list(kept.unpack(rest)), tuple(rest[kept.count : len(rest) - (2 if spec else 0)])
+
+    def codes_of_dy(self, tensors: Sequence[Tensor], mask: str, dys: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the codes of dy by row and by column, for a backward that takes them: with one scale, which are the
+        last two tensors. The mask then ends with their quantizer."""
+        key = mask.partition("|")[2]
+        if not key:
+            return {}
+        q = _quantizer(key).assemble(tensors[-2:], tuple(dys[0].shape), dys[0].dtype)
+        return {"codes": (q, q.transpose() if self.config.wants_dw else None)}
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """Return the layer's inputs, from the head of the list."""
