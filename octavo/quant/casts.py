@@ -89,19 +89,19 @@ def fill_pair(x: Tensor, pair: QTensorPair, cast_args: "CastArgs") -> None:
 
 
 def measure_pair(
-    x: Tensor, row: "Quantizer | None", column: "Quantizer | None", skip: Tensor | None = None,
-    groups: Groups | None = None, source: Tensor | None = None,
+    x: Tensor, row: "Quantizer | None", column: "Quantizer | None", groups: Groups | None = None,
+    source: Tensor | None = None,
 ) -> "AmaxPair":  # fmt: skip
     """Return the largest magnitudes of the matrix x that two-pass casts in these orientations take, from one read of x
     if one kernel serves both. Check nothing."""
     if row is not None and column is not None and not row._fuses_with(column):
-        first = measure_pair(x, row, None, skip, groups, source)[0]
-        return first, measure_pair(x, None, column, skip, groups, source)[1]
+        first = measure_pair(x, row, None, groups, source)[0]
+        return first, measure_pair(x, None, column, groups, source)[1]
     lead = column if row is None else row
     if lead is None:
         return None, None
     x, source = read_by((row, column), x, groups, source)
-    return lead._measured(x, row, column, skip, groups, source)
+    return lead._measured(x, row, column, None, groups, source)
 
 
 def read_by(

@@ -424,17 +424,15 @@ def transposed(t: GroupedTensor) -> GroupedTensor:
 
 
 def groups_amax(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, *, skip: Tensor | None = None,
-    source: Tensor | None = None,
-) -> AmaxPair:  # fmt: skip
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, *, source: Tensor | None = None
+) -> AmaxPair:
     """Return the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
-    float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. If
-    the `skip` flag on the device is not zero, they are not needed, and the result is unspecified. They are those of
-    x[source] if a `source` is given."""
+    float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. They
+    are those of x[source] if a `source` is given."""
     matrix = _matrix(x, groups, source)
     row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
     source = None if source is None else source.contiguous()
-    return measure_pair(matrix, row, column, check_flag(skip, x), groups, source)
+    return measure_pair(matrix, row, column, groups, source)
 
 
 def _matrix(x: Tensor, groups: Groups, source: Tensor | None) -> Tensor:
