@@ -317,9 +317,12 @@ def write_costs(results: Path) -> None:
 
 
 def files_with(word: str) -> list[str]:
-    """Test files that have the word: the others need not be imported."""
+    """Test files that have the word, and those of folders whose conftest.py has it: a fixture of it may mark their
+    tests. The others need not be imported."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("conftest.py") if word in path.read_text()}
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if word in path.read_text()]
+    chosen = [path for path in files if path.parent in folders - {ROOT / "tests"} or word in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in chosen]
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -148,3 +148,9 @@ def test_the_sanitizer_reads_its_tools_reports(tmp_path):
     found = sanitizer.outcome(log, output)
     assert (found["tests"], found["reports"], found["kernels"]) == ("3 passed in 2.50s", 2, {"_cast_kernel": 1})
     assert sanitizer.outcome(tmp_path / "none", output)["reports"] is None  # cut off
+
+
+def test_a_run_has_the_files_whose_tests_a_fixture_of_their_folder_marks():
+    chosen = gpu.files_with("gpu")
+    assert "tests/runtime/test_host_calls.py" in chosen, "its fixture `device` has the mark"
+    assert "tests/test_text.py" not in chosen
