@@ -1,6 +1,7 @@
 """Compile every Triton and Gluon kernel for SM90 and SM100 where there is no GPU, and read what ptxas says of it.
 
     python -m tests.offline            compile everything and rewrite tests/offline.json, the record of Triton 3.6
+    python -m tests.offline --only X   compile the configurations whose name has X, and rewrite their lines alone
     python -m tests.offline --matrix   compile one configuration of each kernel for SM90 with the installed Triton, and
                                        write benchmarks/results/kernels-triton-<version>.json
     python -m tests.offline --every    compile every configuration for SM90, and add those that fail or spill to it
@@ -11,6 +12,7 @@ functions that end in `_kernel`; functions `variants()` list their configuration
 tests/kernel_variants.
 """
 
+import argparse
 import collections
 import contextlib
 import importlib
@@ -276,8 +278,43 @@ def write_matrix(every: bool) -> None:
     path.write_text(json.dumps(matrix, indent=1) + "\n")
 
 
+def named(part: str) -> list[tuple[int, int]]:
+    """The jobs of the configurations whose name has this part."""
+    every = variants()
+    return [job for job in jobs() if part in every[job[0]].name]
+
+
+def updated(on_record: dict, found: dict, part: str) -> dict:
+    """The record with new lines in place of those whose name has this part."""
+    return {name: line for name, line in on_record.items() if part not in name} | found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.offline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--only", default="", metavar="PART", help="a part of the names of configurations")
+    choice.add_argument("--matrix", action="store_true", help="one configuration of each kernel, with this Triton")
+    choice.add_argument("--every", action="store_true", help="every configuration, with this Triton")
+    given = parser.parse_args(arguments)
+    if given.matrix or given.every:
+        write_matrix(given.every)
+        return 0
+    chosen = named(given.only)
+    if not chosen:
+        print(f"No configuration has {given.only!r} in its name.")
+        return 2
+    results = compile_all(chosen)
+    for failed in (r for r in results if "error" in r):
+        print(f"{failed['name']} on SM{failed['architecture']}: {failed['error']}")
+    if any("error" in r for r in results):
+        return 1
+    on_record = json.loads(RECORD.read_text()) if given.only else {}
+    RECORD.write_text(json.dumps(updated(on_record, record(results), given.only), indent=1, sort_keys=True) + "\n")
+    print(f"{len(results)} compilations are on record.")
+    return 0
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] in (["--matrix"], ["--every"]):
-        write_matrix(sys.argv[1:] == ["--every"])
-    else:
-        RECORD.write_text(json.dumps(record(compile_all(jobs())), indent=1, sort_keys=True) + "\n")
+    sys.exit(main())

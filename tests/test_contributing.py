@@ -211,6 +211,15 @@ def test_new_files_keep_the_order_of_imports(copy):
         assert violations((copy / path).read_text(), Path(path).relative_to("octavo")) == []
 
 
+def test_files_of_the_page_pass_the_linter(copy):
+    paths = sorted({block.path for block in BLOCKS if block.path})
+    for arguments in (["check", "--no-cache"], ["format", "--no-cache", "--diff"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, *paths], cwd=copy, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stdout
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton here")
 def test_the_kernels_of_the_page_compile_for_hopper_without_spills(results):
     """The Triton twin of the kernel, and the activation's curve."""

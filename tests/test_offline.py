@@ -90,3 +90,27 @@ def test_no_product_waits_for_the_one_before(results):
 def test_names_are_distinct():
     names = [v.name for v in offline.variants()]
     assert len(names) == len(set(names))
+
+
+def test_the_command_rewrites_the_lines_that_it_is_asked_for_alone(monkeypatch, tmp_path, capsys):
+    copy, before = tmp_path / "offline.json", json.loads(offline.RECORD.read_text())
+    part = offline.variants()[0].name
+    copy.write_text(json.dumps(before | {part: {"sm90": [0, 0]}, f"{part}, gone": {}}))
+    monkeypatch.setattr(offline, "RECORD", copy)
+    monkeypatch.setattr(offline, "compile_all", lambda chosen: [offline.compile_one(job) for job in chosen])
+    assert offline.main(["--only", part]) == 0
+    assert json.loads(copy.read_text()).keys() == before.keys()
+    assert set(json.loads(copy.read_text())[part]) == {"sm90", "sm100"}
+    assert json.loads(copy.read_text())[part]["sm90"][0] > 0
+    assert offline.main(["--only", "no such kernel"]) == 2
+    assert "'no such kernel'" in capsys.readouterr().out
+
+
+def test_the_command_explains_itself_and_compiles_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(offline, "compile_all", lambda chosen: pytest.fail("compiled"))
+    with pytest.raises(SystemExit) as end:
+        offline.main(["--help"])
+    assert end.value.code == 0 and "--only" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        offline.main(["--onyl", "x"])
+    assert end.value.code == 2

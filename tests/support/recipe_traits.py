@@ -67,6 +67,12 @@ def fused_error(recipe):
     return 0.08 if quant.dgrad.left.fmt == E4M3 else 0.15
 
 
+def has_own_scale_of_dy(recipe):
+    """Whether ranks that have parts of dy scale it by amaxes of their own: one scale for a tensor, from the tensor."""
+    dy = octavo.recipe(recipe).linear().dgrad.left
+    return dy is not None and dy.block == (None, None) and not is_stateful(recipe)
+
+
 def stored_bytes(quantizer, rows, columns, groups=1):
     """Codes and scales of a matrix [rows, columns] that is contracted over columns, in groups of whole blocks."""
     per_scale = 4 if quantizer.scale_format is None else 1

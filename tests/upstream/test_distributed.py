@@ -10,6 +10,7 @@ from tests.support.activation_formulas import FORMULAS, applied
 from tests.support.linear_oracle import randn
 from tests.support.linear_shards import cut, joined, steps_of
 from tests.support.pairs import turns
+from tests.support.recipe_traits import has_own_scale_of_dy, is_stochastic
 from tests.support.steps import relative_error
 from tests.support.upstream_data import DTYPES, RECIPES, assert_near, normed, numbers
 
@@ -17,8 +18,9 @@ RANKS, HIDDEN, FFN, TOKENS, EPS = 2, 256, 512, 64, 1e-5
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # where a sum is rounded in parts
 EXACT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of unquantized layers, against float64
 FORMAT = {"nvfp4": 0.6}  # of quantized layers, against float64; 0.35 in FP8
-# against one process, where ranks have scales or random numbers of their own: of dy in these recipes
-OWN = {"fp8-current": 0.1, "nvfp4": 0.4}
+# against one process, where ranks have scales or random numbers of their own, of dy
+OWN = {name: 0.4 if is_stochastic(name) else 0.1
+       for name in RECIPES if is_stochastic(name) or has_own_scale_of_dy(name)}  # fmt: skip
 # where an activation comes after a sum that is rounded in parts: gradients before it fall on other codes
 AFTER_SUMS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 SPLITS = {"column": ("column", False), "column, rows": ("column", True),
