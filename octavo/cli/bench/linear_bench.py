@@ -167,4 +167,5 @@ def render(report: dict[str, Any]) -> str:
     title = f"host us of a step, one layer of {tokens} x {k} -> {n}, and one of a stack of {report['host_stack']}"
     hosts = report["host_us"]
     rows = [[case, *[f"{us:.0f}" for us in found.values()]] for case, found in hosts.items()]
-    return "\n\n".join([*parts, f"{title}\n{table(('case', *next(iter(hosts.values()))), rows)}"])
+    names = [name.replace("in a stack", "stack").replace("one ", "1 ") for name in next(iter(hosts.values()))]
+    return "\n\n".join([*parts, f"{title}\n{table(('case', *names), rows)}"])
