@@ -215,8 +215,8 @@ FAULTS = (
     Fault(
         "a head with the weight of the embedding is converted",
         "octavo/model/high_precision.py",
-        "    yield from _tied_heads(model)\n",
-        "",
+        " _tied_heads(model), of_vocabulary",
+        " of_vocabulary",
         "tests/model/test_convert.py::test_a_head_with_the_weight_of_the_embedding_stays_unquantized",
     ),
     Fault(
@@ -253,7 +253,7 @@ FAULTS = (
     Fault(
         "inspect reports the error of x as that of w",
         "octavo/inspection/measure.py",
-        'record_operand(stats, "w", None if w is None else _rows(w), w_cast)',
+        'record_operand(stats, "w", None if w is None else as_matrix(w), w_cast)',
         'record_operand(stats, "w", x, x_cast)',
         "tests/inspection/test_inspect.py::test_the_error_of_the_weight_is_that_of_the_weights_own_cast",
     ),

@@ -50,9 +50,9 @@ def test_every_layer_answers_the_whole_contract():
         if isinstance(layer, Layer) and not name.startswith(("custom.", "fused."))
     }
     assert set(layers) == {
-        "activation", "add", "amaxes", "chain", "changed-linear", "coded-activation", "fork", "grouped-linear",
-        "linear", "norm", "permute", "permute-probs", "rotary", "rounding", "router-logits", "shard-cast",
-        "token-sort", "unpermute",
+        "activation", "add", "amaxes", "chain", "changed-linear", "coded-activation", "dy-cast", "fork",
+        "grouped-linear", "linear", "norm", "permute", "permute-probs", "raise-amax", "rotary", "rounding",
+        "router-logits", "shard-cast", "token-sort", "unpermute",
     }  # fmt: skip
     assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
 

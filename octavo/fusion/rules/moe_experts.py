@@ -24,6 +24,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from octavo._torch.operators import unsafe_view
 from octavo.fusion.rule import Joint, Rule, step
 from octavo.fusion.rules import activation_linear, conditions
@@ -45,8 +47,10 @@ from octavo.ops import (
 )
 from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.operands import BackwardCall
 from octavo.ops.permute import Permute, Unpermute
 from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
 from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult, Tensors
 from octavo.scaling.delayed_scaling import RunningAmaxes
 
@@ -97,11 +101,7 @@ def _backward(
     if dx is not None:
         dx = moves.combine(dx, Assignments(of_token.positions), None)
         dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
-    x_column = None
-    if first.wants_dw:  # made again, for the first layer's dw
-        assert moved.x is not None
-        x_column = matmul.x_columns_again(call, activation_layer.matrix(moved.x), source)
-    dw1 = cast.weight_gradient(x_column)
+    dw1 = cast.weight_gradient(_x_columns(call, moved.x, source))
     dw2 = matmul.finish(last, like, column, again[1])
     dprobs = None
     if cast.sums.scales is not None:
@@ -144,6 +144,15 @@ CONDITIONS = (
         "the activation has a bias or scales of its own, or keeps nothing that its value could be made of",
     ).at(2),
 )  # fmt: skip
+
+
+def _x_columns(call: BackwardCall, x: Tensor | None, source: Tensor) -> QTensor | None:
+    """Make x's column codes again for the first layer's dw, if that is wanted; a caller that named them would hold
+    them longer."""
+    if not call.config.wants_dw:
+        return None
+    assert x is not None
+    return matmul.x_columns_again(call, activation_layer.matrix(x), source)
 
 
 def _changed(configs: Sequence[Any]) -> list[Any]:
