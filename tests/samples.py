@@ -18,6 +18,9 @@ from tests.fast import function_of
 ROOT = Path(__file__).parent
 
 PERIODS: dict[str, dict[str, int]] = {
+    "cli/test_bench_moe.py": {
+        "test_octavos_mixture_is_measured_each_way": 2,
+    },
     "cli/test_output.py": {
         "test_a_bench_keeps_its_rows_wherever_it_is_interrupted": 4,
     },
@@ -50,6 +53,7 @@ PERIODS: dict[str, dict[str, int]] = {
     },
     "fusion/test_compiled_runs.py": {
         "test_compiled_is_eager_in_as_many_nodes_as_there_are_runs": 4,
+        "test_every_fusion_compiled_is_eager": 3,
         "test_one_graph_serves_many_batch_sizes": 2,
         "test_training_and_inference_in_turn": 3,
     },
@@ -80,6 +84,9 @@ PERIODS: dict[str, dict[str, int]] = {
         "test_a_gradient_unlike_its_input_is_an_error_that_names_it": 4,
         "test_rows_may_change_places": 2,
     },
+    "inspection/test_debug.py": {
+        "test_a_function_sees_and_replaces_one_tensor": 2,
+    },
     "inspection/test_inspect_compiled.py": {
         "test_a_graph_records_what_eager_mode_records": 3,
     },
@@ -102,9 +109,6 @@ PERIODS: dict[str, dict[str, int]] = {
     "moe/test_experts.py": {
         "test_compiled_with_changing_routing": 2,
     },
-    "moe/test_experts_memory.py": {
-        "test_a_step_needs_less_than_one_in_bf16": 3,
-    },
     "moe/test_experts_storage.py": {
         "test_compiled_has_the_bits_of_eager": 3,
     },
@@ -124,6 +128,7 @@ PERIODS: dict[str, dict[str, int]] = {
         "test_compiled_is_eager_bit_for_bit_in_one_node_each_way": 4,
         "test_half_precision_parameters_under_autocast": 2,
         "test_one_graph_serves_many_batch_sizes": 3,
+        "test_operators_pass_their_own_tests": 3,
     },
     "ops/test_extra_ops.py": {
         "test_a_float32_extra_input_is_rounded_once_with_x": 2,
@@ -145,8 +150,18 @@ PERIODS: dict[str, dict[str, int]] = {
     "ops/test_microbatch.py": {
         "test_compiled_accumulation_has_the_bits_of_flags_and_a_graph_for_each_value": 2,
     },
+    "ops/test_repeated_calls.py": {
+        "test_a_call_of_another_kind_is_one": 2,
+        "test_a_change_of_the_layer_counts": 2,
+    },
     "ops/test_save_original_input.py": {
         "test_all_results_have_the_bits_of_codes": 2,
+    },
+    "quant/test_scales.py": {
+        "test_2d_block_scale_of_every_bf16_amax": 2,
+    },
+    "runtime/test_call_cache.py": {
+        "test_a_change_of_an_operation_of_a_run_counts": 2,
     },
     "runtime/test_compiled_backward.py": {
         "test_saved_tensors_pass_through_hooks": 2,
@@ -161,9 +176,13 @@ PERIODS: dict[str, dict[str, int]] = {
         "test_a_graph_refreshes_the_cache_where_it_is_told_to": 2,
         "test_fakes_agree_with_what_the_operators_give": 3,
         "test_one_node_forward_and_one_backward_for_each_layer": 2,
+        "test_opcheck_of_every_operator_of_a_step": 2,
     },
     "runtime/test_hidden_buffers.py": {
         "test_their_addresses_are_static_and_their_sizes_constants": 2,
+    },
+    "runtime/test_operators.py": {
+        "test_opcheck_of_every_operator_of_a_step": 3,
     },
     "runtime/test_operators_by_name.py": {
         "test_compiled_is_eager_bit_for_bit_in_one_graph": 3,
@@ -186,7 +205,16 @@ PERIODS: dict[str, dict[str, int]] = {
         "test_a_compiled_layer_in_an_environment": 2,
     },
     "strange/test_environments.py": {
-        "test_a_layer_in_an_environment": 3,
+        "test_a_layer_in_an_environment": 4,
+    },
+    "strange/test_functions.py": {
+        "test_a_function_in_a_state_of_torch": 2,
+    },
+    "strange/test_long_runs.py": {
+        "test_a_long_run_holds_no_more_than_a_short_one": 2,
+    },
+    "upstream/test_block_grid.py": {
+        "test_an_mlp": 3,
     },
     "weights/test_code_layers.py": {
         "test_a_layer_computes_what_it_computes_with_a_weight_that_is_cast": 2,
