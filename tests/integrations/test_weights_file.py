@@ -1,4 +1,4 @@
-"""Which parameters a checkpoint in transformers' layout left as they were."""
+"""`left_out`: the parameters for which a checkpoint in the layout of transformers has no values."""
 
 import json
 
